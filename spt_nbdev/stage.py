@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Options', 'HIDDEN', 'ANSI', 'split_cell', 'join_cell', 'exported_names', 'api_box', 'package_names', 'link_names',
-           'front_matter', 'stage_notebook', 'new_notebook_like', 'listed_pages', 'stage_site']
+           'front_matter', 'folding', 'stage_notebook', 'new_notebook_like', 'listed_pages', 'stage_site']
 
 # %% ../nbs/21_stage.ipynb #a57a888e
 import ast
@@ -62,17 +62,22 @@ def exported_names(
 
 def api_box(
     module: str,  # such as `spt_nbdev.data`
-    name: str,  # a public name in it
-) -> str:  # a folded callout with the name as its anchor
-    "The documentation of one exported name, from the installed package."
-    thing = getattr(importlib.import_module(module), name)
-    if callable(thing) and hasattr(thing, "__name__"):
-        body = show_doc(thing, name=name)._repr_markdown_()
-        body = body[body.index("```python") :]
-    else:
-        body = f"A constant of type `{type(thing).__name__}`; its value is in the cell."
-    # The fallback renderer can't give a callout an id, so the anchor is a box around it.
-    return f'::::: {{#{name}}}\n:::: {{.callout-tip collapse="true" appearance="simple"}}\n## `{module}.{name}`\n\n{body}\n::::\n:::::'
+    names: list[str],  # public names in it
+) -> str:  # one folded callout, within an anchor for each name
+    "The documentation of exported names, from the installed package."
+    things = {name: getattr(importlib.import_module(module), name) for name in names}
+    bodies = []
+    for name, thing in things.items():
+        if callable(thing) and hasattr(thing, "__name__"):
+            doc = show_doc(thing, name=name)._repr_markdown_()
+            bodies.append(doc[doc.index("```python") :])
+        else:
+            bodies.append(f"`{name}`: a constant, `{type(thing).__name__}`; its value is in the cell.")
+    title = f"Documentation of {', '.join(f'`{name}`' for name in names)} in `{module}`"
+    box = f'::: {{.callout-tip collapse="true" appearance="simple"}}\n## {title}\n\n' + "\n\n".join(bodies) + "\n:::"
+    for depth, name in enumerate(names, 4):  # boxes around it, since the fallback renderer can't give a callout an id
+        box = f"{':' * depth} {{#{name}}}\n{box}\n{':' * depth}"
+    return box
 
 # %% ../nbs/21_stage.ipynb #8b7d8763
 def package_names(
@@ -113,13 +118,24 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 def front_matter(
     source: str,  # the first cell: `# Title`, then `> one line`
-    name: str,  # the notebook, for the message
+    name: str,  # the notebook's file
 ) -> tuple[NotebookNode, str]:  # a raw cell with title and subtitle, and what is left of the first cell
     "Turn the title cell into front matter, or raise a `ValueError` if it isn't one."
     m = re.match(r"# +(.+?)\s*\n+> +(.+?)\s*(?:\n|$)", source)
     if not m:
         raise ValueError(f"{name}: the first cell must be `# Title`, then `> one line`")
-    return new_raw_cell(f"---\n{yaml.safe_dump({'title': m[1], 'subtitle': m[2]}, allow_unicode=True, width=10**6)}---"), source[m.end() :].strip()
+    options = yaml.safe_dump({"title": m[1], "subtitle": m[2]}, sort_keys=False, allow_unicode=True, width=10**6)
+    return new_raw_cell(f"---\n{options}---"), source[m.end() :].strip()
+
+
+def folding(
+    code: str,  # a code cell without its options
+    name: str,  # the notebook's file
+) -> Options:  # Quarto's options for folding the cell
+    "Fold imports on every page, and all code on the experiment pages, 10 to 19, where a reader wants the result first."
+    if all(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.parse(code).body):
+        return {"code-fold": True, "code-summary": "Imports"}
+    return {"code-fold": True, "code-summary": "Code"} if re.match(r"1\d_", name) else {}
 
 
 def stage_notebook(
@@ -141,12 +157,13 @@ def stage_notebook(
         if directives & HIDDEN or "injected-parameters" in old.metadata.get("tags", []):
             cells.pop()
             continue
-        cell.source = join_cell(options, code)
+        cell.source = join_cell({**folding(code, name), **options}, code)
         for output in cell.outputs:
             if output.output_type == "stream":
                 output.text = ANSI.sub("", output.text)
         if "export" in directives:
-            cells += [new_markdown_cell(api_box(names[n][0], n)) for n in exported_names(code)]
+            if public := exported_names(code):
+                cells.append(new_markdown_cell(api_box(names[public[0]][0], public)))
     return new_notebook_like(nb, cells)
 
 
@@ -186,7 +203,7 @@ def stage_site(
     draft.mkdir(parents=True)
     for name in ("_quarto.yml", "references.bib"):
         shutil.copy(root / name, draft)
-    for extra in ("img", "styles.css"):
+    for extra in ("img", "styles.css", "favicon.svg"):
         if (source := root / "nbs" / extra).exists():
             (shutil.copytree if source.is_dir() else shutil.copy)(source, draft / extra)
     names = package_names(root / "nbs")

@@ -1,0 +1,46 @@
+# Everything from a bare clone. `make help` lists the targets.
+PYTHON  ?= python3.11
+PROFILE ?= smoke
+VENV    := .venv
+BIN     := $(VENV)/bin
+READY   := $(VENV)/ready
+SITE    := build/site/$(PROFILE)/_site/index.html
+SOURCES := $(wildcard nbs/* spt_nbdev/*.py) _quarto.yml references.bib
+# nbdev exports nothing, and says nothing, while this is set.
+unexport IN_TEST
+
+.PHONY: help env site test lab sync clean
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+	@echo "PROFILE=smoke (default), laptop or paper; PYTHON=python3.11"
+
+env: $(READY)  ## make the environment in .venv
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+site: $(SITE)  ## run all notebooks at PROFILE and build the site
+	@echo "The site is at $(abspath $(SITE))"
+$(SITE): $(READY) $(SOURCES)
+	$(BIN)/spt reproduce --profile $(PROFILE)
+	$(BIN)/spt site --profile $(PROFILE)
+
+test: $(READY) sync build/site/smoke/_site/index.html  ## check that all is in sync, and run all tests
+	$(BIN)/nbdev_test --n_workers 2
+	$(BIN)/pytest
+ifneq ($(PROFILE),smoke)
+build/site/smoke/_site/index.html: $(READY) $(SOURCES)
+	$(MAKE) site PROFILE=smoke
+endif
+
+lab: $(READY)  ## open JupyterLab
+	$(BIN)/jupyter lab nbs
+
+sync: $(READY)  ## clean the notebooks and export the package
+	$(BIN)/nbdev_clean
+	$(BIN)/nbdev_export
+
+clean:  ## remove what was built, not the environment and not the runs
+	rm -rf build

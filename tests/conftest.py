@@ -1,0 +1,21 @@
+"""What the tests share: the checkout and the rendered smoke site."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def site(root: Path) -> Path:
+    site = root / "build/site/smoke/_site"
+    if not (site / "index.html").exists():
+        pytest.fail("there is no rendered site; `make site` builds it, and `make test` does so before the tests")
+    return site
