@@ -1,39 +1,34 @@
-# Everything from a bare clone. `make help` lists the targets.
+# Everything from a bare clone; `make help` lists the targets.
 PYTHON  ?= python3.11
 PROFILE ?= smoke
-VENV    := .venv
-BIN     := $(VENV)/bin
-READY   := $(VENV)/ready
-SITE    := build/site/$(PROFILE)/_site/index.html
-SOURCES := $(wildcard nbs/* spt_nbdev/*.py) _quarto.yml references.bib
+BIN     := .venv/bin
+READY   := .venv/ready
+SOURCES := $(wildcard nbs/* spt_nbdev/*.py results/*/*/*) _quarto.yml references.bib
 # nbdev exports nothing, and says nothing, while this is set.
 unexport IN_TEST
 
 .PHONY: help env site test lab sync clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
-	@echo "PROFILE=smoke (default), laptop or paper; PYTHON=python3.11"
+	@echo "Settings: PROFILE=smoke (the default), laptop or paper; PYTHON=python3.11"
 
 env: $(READY)  ## make the environment in .venv
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; install it, or name one with PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-site: $(SITE)  ## run all notebooks at PROFILE and build the site
-	@echo "The site is at $(abspath $(SITE))"
-$(SITE): $(READY) $(SOURCES)
-	$(BIN)/spt reproduce --profile $(PROFILE)
-	$(BIN)/spt site --profile $(PROFILE)
+site: build/site/$(PROFILE)/_site/index.html  ## run all notebooks at PROFILE and build the site
+	@echo "The site is at $(abspath $<)"
+build/site/%/_site/index.html: $(READY) $(SOURCES)
+	$(BIN)/spt reproduce --profile $*
+	$(BIN)/spt site --profile $*
 
-test: $(READY) sync build/site/smoke/_site/index.html  ## check that all is in sync, and run all tests
+test: build/site/smoke/_site/index.html  ## check that all is in sync, and run all tests
 	$(BIN)/nbdev_test --n_workers 2
 	$(BIN)/pytest
-ifneq ($(PROFILE),smoke)
-build/site/smoke/_site/index.html: $(READY) $(SOURCES)
-	$(MAKE) site PROFILE=smoke
-endif
 
 lab: $(READY)  ## open JupyterLab
 	$(BIN)/jupyter lab nbs
@@ -42,5 +37,5 @@ sync: $(READY)  ## clean the notebooks and export the package
 	$(BIN)/nbdev_clean
 	$(BIN)/nbdev_export
 
-clean:  ## remove what was built, not the environment and not the runs
+clean:  ## remove what was built, but not the environment and not the runs
 	rm -rf build
