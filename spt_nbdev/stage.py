@@ -69,8 +69,11 @@ def api_box(
     bodies = []
     for name, thing in things.items():
         if callable(thing) and hasattr(thing, "__name__"):
-            doc = show_doc(thing, name=name)._repr_markdown_()
-            bodies.append(doc[doc.index("```python") :])
+            try:
+                doc = show_doc(thing, name=name)._repr_markdown_()
+                bodies.append(doc[doc.index("```python") :])
+            except NameError:  # some Python 3.11 can't read the annotations that a class inherits from another package
+                bodies.append(f"```python\nclass {name}\n```\n\n*{thing.__doc__}*")
         else:
             bodies.append(f"`{name}`: a constant, `{type(thing).__name__}`; its value is in the cell.")
     title = f"Documentation of {', '.join(f'`{name}`' for name in names)} in `{module}`"
