@@ -9,6 +9,7 @@ __all__ = ['find_notebooks', 'notebook_parameters', 'plan_parameters', 'KernelDi
 # %% ../nbs/20_drive.ipynb #66d75cc6
 import difflib
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -173,7 +174,7 @@ def execute(
     "Run one notebook through papermill, from its own folder."
     page.parent.mkdir(parents=True, exist_ok=True)
     try:
-        nb = execute_notebook(path, page, dict(parameters), engine_name="spt", kernel_name="python3", cwd=path.parent, progress_bar=False, on_cell=on_cell)
+        nb = execute_notebook(path, page, dict(parameters), engine_name="spt", kernel_name="python3", language="python", cwd=path.parent, progress_bar=False, on_cell=on_cell)
     except PapermillExecutionError as e:
         source = nbformat.from_dict({"source": e.source})
         return f"{where(source, e.cell_index)}: {e.ename}: {e.evalue}"
@@ -199,7 +200,10 @@ def run_notebook(
     start = time.perf_counter()
     done, failed = (build / kind / profile / path.name for kind in ("executed", "failed"))
     draft = build / "drafts" / profile / path.name
+    draft.unlink(missing_ok=True)
     error = execute(path, draft, parameters, on_cell)
+    if not draft.exists():  # it failed before papermill wrote anything
+        shutil.copy(path, draft)
     for old in (done, failed):
         old.unlink(missing_ok=True)
     page = failed if error else done

@@ -111,12 +111,12 @@ def environment() -> dict[str, Any]:  # versions, git commit, device and threads
 # %% ../nbs/00_runs.ipynb #14a0b6b3
 def save_record(
     folder: str | Path,  # where the record will be; what is there is replaced
-    record: Mapping[str, Any],  # what was asked for and what happened; finite numbers only
+    record: Mapping[str, Any],  # what was asked for, where it ran (`environment`, taken at its start) and what happened; finite numbers only
     curves: pd.DataFrame,  # the numbers, one row an evaluation
 ) -> Path:  # the folder
     "Write a record and its curves, both or neither."
     folder = Path(folder)
-    text = json.dumps({**record, "environment": environment()}, indent=1, allow_nan=False)
+    text = json.dumps(record, indent=1, allow_nan=False)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as tmp:
         new = Path(tmp, "new")

@@ -79,7 +79,7 @@ def api_box(
     title = f"Documentation of {', '.join(f'`{name}`' for name in names)} in `{module}`"
     box = f'::: {{.callout-tip collapse="true" appearance="simple"}}\n## {title}\n\n' + "\n\n".join(bodies) + "\n:::"
     for depth, name in enumerate(names, 4):  # boxes around it, since the fallback renderer can't give a callout an id
-        box = f"{':' * depth} {{#{name}}}\n{box}\n{':' * depth}"
+        box = f"{':' * depth} {{#api-{name}}}\n{box}\n{':' * depth}"
     return box
 
 # %% ../nbs/21_stage.ipynb #8b7d8763
@@ -109,7 +109,7 @@ def link_names(
         if m[2] not in names:
             return m[0]
         file = names[m[2]][1]
-        return f"[{m[1]}]({'' if file == page else file}#{m[2]})"
+        return f"[{m[1]}]({'' if file == page else file}#api-{m[2]})"
 
     parts = re.split(r"(^```.*?^```|^:::.*?$|^#.*?$)", text, flags=re.S | re.M)
     return "".join(p if i % 2 else re.sub(r"(?<![\[`])(`(\w+)`)(?!`)", link, p) for i, p in enumerate(parts))

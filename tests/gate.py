@@ -1,6 +1,8 @@
 """The site gate: what must hold for every page of the rendered site, whichever renderer made it."""
 
+import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -23,11 +25,10 @@ def check_site(site: Path, pages: list[str]) -> list[str]:
         if REMOTE_CSS.search(css.read_text()):
             faults.append(f"{css.relative_to(site)}: loads something from another host")
     for name, soup in soups.items():
-        path = site / name
-        checks = [raw_syntax(soup), remote_parts(soup), machine_paths(soup), troubled_outputs(soup), broken_links(site, name, soup, ids), unlabelled(soup)]
+        checks = [raw_syntax(soup), repeated_ids(soup), remote_parts(soup), machine_paths(soup), troubled_outputs(soup), broken_links(site, name, soup, ids), unlabelled(soup)]
         faults += [f"{name}: {fault}" for check in checks for fault in check]
-        if path.stat().st_size > MAX_BYTES:
-            faults.append(f"{name}: {path.stat().st_size} bytes, over {MAX_BYTES}")
+        if (size := (site / name).stat().st_size) > MAX_BYTES:
+            faults.append(f"{name}: {size} bytes, over {MAX_BYTES}")
     return faults
 
 
@@ -39,6 +40,12 @@ def raw_syntax(soup: BeautifulSoup) -> Iterator[str]:
     for code in soup.select("pre code"):
         if code.get_text().lstrip().startswith("#|"):
             yield f"a directive heads a code cell: {code.get_text().lstrip().splitlines()[0]!r}"
+
+
+def repeated_ids(soup: BeautifulSoup) -> Iterator[str]:
+    """Ids that stand for two things, so that a link to them leads to the wrong one."""
+    counts = Counter(tag["id"] for tag in soup.find_all(id=True))
+    yield from (f"the id {i!r} is used {n} times" for i, n in counts.items() if n > 1)
 
 
 def remote_parts(soup: BeautifulSoup) -> Iterator[str]:
@@ -76,13 +83,13 @@ def broken_links(site: Path, name: str, soup: BeautifulSoup, ids: dict[str, set[
         parts = urlsplit(url)
         if parts.scheme or parts.netloc:
             continue
-        target = ((site / name).parent / unquote(parts.path)).resolve() if parts.path else site / name
-        target = target / "index.html" if target.is_dir() else target
-        if not target.exists():
+        target = name if not parts.path else posixpath.normpath(posixpath.join(posixpath.dirname(name), unquote(parts.path)))
+        if (site / target).is_dir():
+            target = posixpath.normpath(f"{target}/index.html")
+        if not (site / target).exists():
             yield f"link to a file that isn't there: {url}"
-        elif parts.fragment and target.suffix == ".html":
-            if unquote(parts.fragment) not in ids[target.relative_to(site.resolve() if target.is_absolute() and site.resolve() in target.parents else site).as_posix()]:
-                yield f"link to a fragment that isn't there: {url}"
+        elif parts.fragment and target in ids and unquote(parts.fragment) not in ids[target]:
+            yield f"link to a fragment that isn't there: {url}"
 
 
 def unlabelled(soup: BeautifulSoup) -> Iterator[str]:

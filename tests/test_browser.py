@@ -102,8 +102,8 @@ def test_maths_is_rendered(page: Page, address: str) -> None:
 def test_a_name_leads_to_its_documentation(page: Page, address: str) -> None:
     visit(page, f"{address}/index.html")
     page.locator("main a code", has_text="pretrain").first.click()
-    page.wait_for_url("**/03_spt.html#pretrain")
-    assert page.locator("#pretrain").count() == 1
+    page.wait_for_url("**/03_spt.html#api-pretrain")
+    assert "spt_nbdev.spt" in page.locator("#api-pretrain").inner_text()
 
 
 def test_a_phone_shows_pages_without_sideways_scrolling(browser: object, address: str, site: Path) -> None:

@@ -58,6 +58,7 @@ FAULTS = [
     (in_text('<div class="cell-output">Traceback (most recent call last)</div>'), "an output with 'Traceback"),
     (in_text('<a href="nowhere.html">x</a>'), "link to a file that isn't there: nowhere.html"),
     (in_text('<a href="index.html#nowhere">x</a>'), "link to a fragment that isn't there: index.html#nowhere"),
+    (in_text('<p id="fig-curves">x</p>'), "the id 'fig-curves' is used 2 times"),
     (swap('id="fig-curves"', 'id="curves"'), "a figure without a label"),
     (swap("Figure 1: ", ""), "figure fig-curves without a caption"),
     (swap(' alt="Two panels', ' alt="" data-x="'), "a picture without alt text"),
