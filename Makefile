@@ -33,7 +33,8 @@ test: build/site/smoke/_site/index.html  ## check that all is in sync, and run a
 lab: $(READY)  ## open JupyterLab
 	$(BIN)/jupyter lab nbs
 
-sync: $(READY)  ## clean the notebooks and export the package
+sync: $(READY)  ## format and clean the notebooks, and export the package
+	$(BIN)/ruff format --quiet
 	$(BIN)/nbdev_clean
 	$(BIN)/nbdev_export
 

@@ -18,14 +18,43 @@ from .runs import ParameterError, Profile, project_root
 # %% ../nbs/24_cli.ipynb #4618453f
 def parser() -> argparse.ArgumentParser:
     "The commands and their options."
-    p = argparse.ArgumentParser(prog="spt", description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”.")
+    p = argparse.ArgumentParser(
+        prog="spt",
+        description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”.",
+    )
     commands = p.add_subparsers(dest="command", required=True)
-    reproduce = commands.add_parser("reproduce", help="run notebooks, each in a process of its own", description="Run notebooks through papermill; the pages go to build/executed/PROFILE.")
-    reproduce.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="such as 18_ucr or 18; all by default")
-    reproduce.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter of the notebooks, such as -p dataset ECG200")
-    site = commands.add_parser("site", help="build the site from executed notebooks", description="Build the site from build/executed/PROFILE; prints the path of the index page.")
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="run notebooks, each in a process of its own",
+        description="Run notebooks through papermill; the pages go to build/executed/PROFILE.",
+    )
+    reproduce.add_argument(
+        "notebooks",
+        nargs="*",
+        metavar="NOTEBOOK",
+        help="such as 18_ucr or 18; all by default",
+    )
+    reproduce.add_argument(
+        "-p",
+        "--parameter",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="a parameter of the notebooks, such as -p dataset ECG200",
+    )
+    site = commands.add_parser(
+        "site",
+        help="build the site from executed notebooks",
+        description="Build the site from build/executed/PROFILE; prints the path of the index page.",
+    )
     for command in (reproduce, site):
-        command.add_argument("--profile", default="smoke", metavar="PROFILE", help=f"the scale of the runs: {', '.join(get_args(Profile))} (default: smoke)")
+        command.add_argument(
+            "--profile",
+            default="smoke",
+            metavar="PROFILE",
+            help=f"the scale of the runs: {', '.join(get_args(Profile))} (default: smoke)",
+        )
     return p
 
 # %% ../nbs/24_cli.ipynb #a98c8c2d
@@ -43,13 +72,32 @@ def reproduce(
     failed = 0
     for path, values in plan.items():
         with console.status(path.stem) as status:
-            outcome = run_notebook(path, root / "build", profile, values, lambda i, n, stem=path.stem: status.update(f"{stem}: cell {i + 1} of {n}"))
-        console.print(f"{path.stem:<12} {'failed' if outcome.error else 'ok':<7}{outcome.seconds:6.1f} s", markup=False, highlight=False)
+            outcome = run_notebook(
+                path,
+                root / "build",
+                profile,
+                values,
+                lambda i, n, stem=path.stem: status.update(
+                    f"{stem}: cell {i + 1} of {n}"
+                ),
+            )
+        console.print(
+            f"{path.stem:<12} {'failed' if outcome.error else 'ok':<7}{outcome.seconds:6.1f} s",
+            markup=False,
+            highlight=False,
+        )
         if outcome.error:
             failed += 1
-            console.print(f"  {outcome.error}\n  see {outcome.page.relative_to(root)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"  {outcome.error}\n  see {outcome.page.relative_to(root)}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     if failed:
-        console.print(f"{failed} of {len(plan)} notebooks failed", markup=False, highlight=False)
+        console.print(
+            f"{failed} of {len(plan)} notebooks failed", markup=False, highlight=False
+        )
     return 1 if failed else 0
 
 
@@ -61,19 +109,24 @@ def site(
     from spt_nbdev.site import build_site
 
     index = build_site(project_root(), profile)
-    console.print(f"The site is at {index}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"The site is at {index}", markup=False, highlight=False, soft_wrap=True
+    )
     return 0
 
 # %% ../nbs/24_cli.ipynb #e49f2985
 def main(
-    argv: Sequence[str] | None = None,  # without the program's name; by default those of the process
+    argv: Sequence[str]
+    | None = None,  # without the program's name; by default those of the process
 ) -> int:  # exit status
     "The `spt` command."
     args = parser().parse_args(argv)
     console = Console()
     try:
         if args.profile not in get_args(Profile):
-            raise ParameterError(f"there is no profile {args.profile!r}; choose one of {', '.join(get_args(Profile))}")
+            raise ParameterError(
+                f"there is no profile {args.profile!r}; choose one of {', '.join(get_args(Profile))}"
+            )
         if args.command == "site":
             return site(args.profile, console)
         parameters = dict(args.parameter)

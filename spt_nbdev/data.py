@@ -50,13 +50,24 @@ def fold(
 ) -> Task:  # a task made of training sequences only; its test split is part `k`
     "Hold out one stratified part of the training split as the test split."
     if not (n_folds >= 2 and 0 <= k < n_folds):
-        raise ValueError(f"k = {k}, n_folds = {n_folds}: expected n_folds of at least 2 and k from 0 to n_folds - 1")
-    shuffled = torch.randperm(len(task.y_train), generator=torch.Generator().manual_seed(seed))
+        raise ValueError(
+            f"k = {k}, n_folds = {n_folds}: expected n_folds of at least 2 and k from 0 to n_folds - 1"
+        )
+    shuffled = torch.randperm(
+        len(task.y_train), generator=torch.Generator().manual_seed(seed)
+    )
     by_class = shuffled[torch.sort(task.y_train[shuffled], stable=True).indices]
     held_out = torch.zeros(len(by_class), dtype=torch.bool)
     held_out[by_class[k::n_folds]] = True
     x, y = task.x_train, task.y_train
-    return Task(f"{task.name} fold {k + 1}/{n_folds}", x[~held_out], y[~held_out], x[held_out], y[held_out], task.n_classes)
+    return Task(
+        f"{task.name} fold {k + 1}/{n_folds}",
+        x[~held_out],
+        y[~held_out],
+        x[held_out],
+        y[held_out],
+        task.n_classes,
+    )
 
 # %% ../nbs/01_data.ipynb #08889a85
 UCRName = Literal["GunPoint", "GunPointAgeSpan", "ECG200", "ECGFiveDays"]
@@ -90,14 +101,18 @@ def read_tsv(
     "Read one split of a UCR set, or raise a `DataError` that names the line."
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"there is no file {path}; download the set from the UCR archive, or unset SPT_DATA to let aeon fetch it")
+        raise DataError(
+            f"there is no file {path}; download the set from the UCR archive, or unset SPT_DATA to let aeon fetch it"
+        )
     rows = [line.split("\t") for line in path.read_text().splitlines() if line.strip()]
     if not rows:
         raise DataError(f"{path} is empty; replace it with the original file")
     values = np.empty((len(rows), len(rows[0]) - 1))
     for i, row in enumerate(rows):
         if len(row) != len(rows[0]):
-            raise DataError(f"{path}, line {i + 1}: {len(row) - 1} values where the first line has {len(rows[0]) - 1}; the file is cut off or damaged")
+            raise DataError(
+                f"{path}, line {i + 1}: {len(row) - 1} values where the first line has {len(rows[0]) - 1}; the file is cut off or damaged"
+            )
         try:
             values[i] = [float(v) for v in row[1:]]
         except ValueError as e:
@@ -107,7 +122,8 @@ def read_tsv(
 # %% ../nbs/01_data.ipynb #6ac4c999
 def ucr_files(
     name: str,  # the set's name
-    folder: str | Path,  # a folder of UCR files, of UCR sets, or with a folder `ucr` in it
+    folder: str
+    | Path,  # a folder of UCR files, of UCR sets, or with a folder `ucr` in it
 ) -> tuple[Path, Path]:  # the training and the test file
     "Find a UCR set in a folder that the user named, or raise a `DataError` that lists where it looked."
     folder = Path(folder).expanduser()
@@ -115,16 +131,24 @@ def ucr_files(
         raise DataError(f"SPT_DATA names {folder}, which is not a folder")
     homes = [folder, folder / name, folder / "ucr", folder / "ucr" / name]
     for home in homes:
-        if (train := home / f"{name}_TRAIN.tsv").exists() or (home / f"{name}_TEST.tsv").exists():
+        if (train := home / f"{name}_TRAIN.tsv").exists() or (
+            home / f"{name}_TEST.tsv"
+        ).exists():
             return train, home / f"{name}_TEST.tsv"
     looked = ", ".join(str(h) for h in homes)
-    raise DataError(f"no {name}_TRAIN.tsv in {looked}; put the UCR files there, or unset SPT_DATA to let aeon fetch them")
+    raise DataError(
+        f"no {name}_TRAIN.tsv in {looked}; put the UCR files there, or unset SPT_DATA to let aeon fetch them"
+    )
 
 # %% ../nbs/01_data.ipynb #08d1f84d
 def ucr_from_aeon(
     name: str,  # the set's name
-    cache: str | Path | None = None,  # where downloads are kept; the user's cache folder by default
-) -> list[tuple[np.ndarray, np.ndarray]]:  # training and test split: labels (n,) str and values (n, length) float64
+    cache: str
+    | Path
+    | None = None,  # where downloads are kept; the user's cache folder by default
+) -> list[
+    tuple[np.ndarray, np.ndarray]
+]:  # training and test split: labels (n,) str and values (n, length) float64
     "A UCR set through aeon: bundled, cached, or downloaded once."
     from aeon.datasets import load_classification
     from platformdirs import user_cache_path
@@ -132,7 +156,12 @@ def ucr_from_aeon(
     home = Path(cache) if cache else user_cache_path("spt_nbdev") / "ucr"
 
     def read(extract_path: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
-        splits = [load_classification(name, split=s, extract_path=extract_path and str(extract_path)) for s in ("train", "test")]
+        splits = [
+            load_classification(
+                name, split=s, extract_path=extract_path and str(extract_path)
+            )
+            for s in ("train", "test")
+        ]
         return [(np.asarray(y, dtype=str), np.asarray(x)[:, 0]) for x, y in splits]
 
     if name == "GunPoint":
@@ -152,7 +181,9 @@ def ucr_from_aeon(
 
 # %% ../nbs/01_data.ipynb #7e77697a
 def ucr_digest(
-    splits: list[tuple[np.ndarray, np.ndarray]],  # training and test split: labels and values
+    splits: list[
+        tuple[np.ndarray, np.ndarray]
+    ],  # training and test split: labels and values
 ) -> str:  # 16 hex digits
     "A digest of labels and values, the values as float32, so that it does not depend on the file format."
     h = hashlib.sha256()
@@ -164,38 +195,63 @@ def ucr_digest(
 
 def check_ucr(
     name: str,  # the set's name
-    splits: list[tuple[np.ndarray, np.ndarray]],  # training and test split: labels and values
+    splits: list[
+        tuple[np.ndarray, np.ndarray]
+    ],  # training and test split: labels and values
 ) -> None:
     "Raise a `DataError` unless these are the published training and test splits."
     facts = UCR[name]
     known = set(splits[0][0].tolist())
-    for split, n, (labels, values) in zip(("training", "test"), (facts.n_train, facts.n_test), splits, strict=True):
+    for split, n, (labels, values) in zip(
+        ("training", "test"), (facts.n_train, facts.n_test), splits, strict=True
+    ):
         if values.shape != (n, facts.length):
-            raise DataError(f"{name}, {split} split: {values.shape[0]} series of length {values.shape[1]} where {n} of length {facts.length} are expected; the file is cut off or of another set")
+            raise DataError(
+                f"{name}, {split} split: {values.shape[0]} series of length {values.shape[1]} where {n} of length {facts.length} are expected; the file is cut off or of another set"
+            )
         if not np.isfinite(values).all():
             i, t = np.argwhere(~np.isfinite(values))[0]
-            raise DataError(f"{name}, {split} split: series {i + 1} holds {values[i, t]} at step {t + 1}; replace the file with the original")
+            raise DataError(
+                f"{name}, {split} split: series {i + 1} holds {values[i, t]} at step {t + 1}; replace the file with the original"
+            )
         if new := set(labels.tolist()) - known:
-            raise DataError(f"{name}, {split} split: label {min(new)!r} does not occur among the training labels {sorted(known)}")
+            raise DataError(
+                f"{name}, {split} split: label {min(new)!r} does not occur among the training labels {sorted(known)}"
+            )
     if (found := ucr_digest(splits)) != facts.digest:
-        raise DataError(f"{name}: the values differ from the published set (digest {found}, expected {facts.digest}); replace the files with the original ones")
+        raise DataError(
+            f"{name}: the values differ from the published set (digest {found}, expected {facts.digest}); replace the files with the original ones"
+        )
 
 # %% ../nbs/01_data.ipynb #e18bd336
 def load_ucr(
     name: UCRName,  # one of the four sets of the paper's Table 6
-    folder: str | Path | None = None,  # a folder with the UCR files; by default the one that `SPT_DATA` names, else aeon
+    folder: str
+    | Path
+    | None = None,  # a folder with the UCR files; by default the one that `SPT_DATA` names, else aeon
     normalise: bool = True,  # each series to mean 0 and variance 1
 ) -> Task:  # one channel, two classes
     "Load a UCR set as a task, from a folder or through aeon, checked (paper: Table 6, appendix B.1)."
     if name not in UCR:
-        raise DataError(f"there is no UCR set {name!r} here; choose one of {', '.join(UCR)}")
+        raise DataError(
+            f"there is no UCR set {name!r} here; choose one of {', '.join(UCR)}"
+        )
     folder = folder or os.environ.get("SPT_DATA")
-    splits = [read_tsv(f) for f in ucr_files(name, folder)] if folder else ucr_from_aeon(name)
+    splits = (
+        [read_tsv(f) for f in ucr_files(name, folder)]
+        if folder
+        else ucr_from_aeon(name)
+    )
     check_ucr(name, splits)
     classes = sorted(set(splits[0][0]), key=float)
     tensors = []
     for labels, values in splits:
         if normalise:
-            values = (values - values.mean(1, keepdims=True)) / values.std(1, keepdims=True)
-        tensors += [torch.tensor(values, dtype=torch.float32)[..., None], torch.tensor([classes.index(v) for v in labels])]
+            values = (values - values.mean(1, keepdims=True)) / values.std(
+                1, keepdims=True
+            )
+        tensors += [
+            torch.tensor(values, dtype=torch.float32)[..., None],
+            torch.tensor([classes.index(v) for v in labels]),
+        ]
     return Task(name, *tensors, n_classes=len(classes))

@@ -23,14 +23,20 @@ from nbclient.exceptions import DeadKernelError
 from nbformat import NotebookNode
 from papermill import PapermillExecutionError, execute_notebook
 from papermill.clientwrap import PapermillNotebookClient
-from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
+from papermill.engines import (
+    NBClientEngine,
+    NotebookExecutionManager,
+    papermill_engines,
+)
 from traitlets.config import Config
 
 from .runs import ParameterError, check_parameters, project_root
 
 # %% ../nbs/20_drive.ipynb #40a5876d
 def find_notebooks(
-    names: Sequence[str],  # such as `18_ucr`, `18` or `nbs/18_ucr.ipynb`; none means all
+    names: Sequence[
+        str
+    ],  # such as `18_ucr`, `18` or `nbs/18_ucr.ipynb`; none means all
     root: Path,  # the checkout
 ) -> list[Path]:  # in the order of their numbers, each once
     "The notebooks with these names, or a `ParameterError` that names the nearest."
@@ -41,7 +47,11 @@ def find_notebooks(
         matches = [s for s in notebooks if s == stem or s.partition("_")[0] == stem]
         if not matches:
             near = difflib.get_close_matches(stem, notebooks, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(notebooks)}"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"there are {', '.join(notebooks)}"
+            )
             raise ParameterError(f"there is no notebook {name!r}; {hint}")
         chosen |= set(matches)
     return [p for s, p in notebooks.items() if not names or s in chosen]
@@ -54,7 +64,9 @@ def notebook_parameters(
     namespace: dict[str, Any] = {}
     for cell in nbformat.read(path, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
-            exec(compile(cell.source, f"{path.name}, parameters cell", "exec"), namespace)
+            exec(
+                compile(cell.source, f"{path.name}, parameters cell", "exec"), namespace
+            )
     return namespace
 
 
@@ -77,8 +89,14 @@ def plan_parameters(
         known |= names
     for name in given.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
-        raise ParameterError(f"there is no parameter {name!r} in {', '.join(p.stem for p in notebooks)}; {hint}")
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"there are {', '.join(sorted(known))}"
+        )
+        raise ParameterError(
+            f"there is no parameter {name!r} in {', '.join(p.stem for p in notebooks)}; {hint}"
+        )
     return plan
 
 # %% ../nbs/20_drive.ipynb #5a7137cb
@@ -87,7 +105,8 @@ class KernelDied(RuntimeError):
 
 
 def death_notice(
-    code: int | None,  # the exit status of a process: negative for a signal, None if not known
+    code: int
+    | None,  # the exit status of a process: negative for a signal, None if not known
 ) -> str:  # such as "the kernel was killed by SIGKILL (out of memory?)"
     "How a kernel process ended, in words."
     if code is None:
@@ -101,10 +120,14 @@ def death_notice(
 class Client(PapermillNotebookClient):
     "papermill's client, which also reports progress and says how a kernel died."
 
-    on_cell: Callable[[int, int], None]  # called with the index of the cell that starts, and the number of cells
+    on_cell: Callable[
+        [int, int], None
+    ]  # called with the index of the cell that starts, and the number of cells
     running: int = 0  # index of the cell that started last
 
-    def execute_cell(self, cell: NotebookNode, cell_index: int, **kwargs: Any) -> NotebookNode:
+    def execute_cell(
+        self, cell: NotebookNode, cell_index: int, **kwargs: Any
+    ) -> NotebookNode:
         "Run one cell."
         self.running = cell_index
         self.on_cell(cell_index, len(self.nb.cells))
@@ -112,7 +135,9 @@ class Client(PapermillNotebookClient):
             return super().execute_cell(cell, cell_index, **kwargs)
         except DeadKernelError:
             process = getattr(self.km.provisioner, "process", None)
-            raise KernelDied(death_notice(process.poll() if process else None)) from None
+            raise KernelDied(
+                death_notice(process.poll() if process else None)
+            ) from None
 
 
 class Engine(NBClientEngine):
@@ -131,15 +156,27 @@ class Engine(NBClientEngine):
     ) -> None:
         "Run all cells of a notebook in a kernel of its own; what its process says outside cells goes into a dead kernel's message."
         # Sockets of the file system can't collide with those of another kernel, as TCP ports do.
-        config = Config() if os.name == "nt" else Config(KernelManager={"transport": "ipc"})
-        cls.client = Client(nb_man, kernel_name=kernel_name, startup_timeout=start_timeout, timeout=None, config=config)
+        config = (
+            Config() if os.name == "nt" else Config(KernelManager={"transport": "ipc"})
+        )
+        cls.client = Client(
+            nb_man,
+            kernel_name=kernel_name,
+            startup_timeout=start_timeout,
+            timeout=None,
+            config=config,
+        )
         cls.client.on_cell = on_cell
         with tempfile.TemporaryFile("w+") as log:
             try:
                 cls.client.execute(stdout=log, stderr=log)
             except KernelDied as e:
                 log.seek(0)
-                last = [line for line in log.read().splitlines() if line and not line.startswith("[IPKernelApp]")][-5:]
+                last = [
+                    line
+                    for line in log.read().splitlines()
+                    if line and not line.startswith("[IPKernelApp]")
+                ][-5:]
                 raise KernelDied("\n  ".join([str(e), *last])) from None
 
 
@@ -161,7 +198,11 @@ def where(
     index: int,  # from 0
 ) -> str:  # such as "cell 12 (`x = 1`)"
     "Name a cell by its number and its first line of code."
-    lines = [line for line in cell.source.splitlines() if line.strip() and not line.startswith("#|")]
+    lines = [
+        line
+        for line in cell.source.splitlines()
+        if line.strip() and not line.startswith("#|")
+    ]
     return f"cell {index + 1} (`{lines[0]}`)" if lines else f"cell {index + 1}"
 
 
@@ -169,12 +210,24 @@ def execute(
     path: Path,  # a notebook
     page: Path,  # where the executed copy goes; written for failures too
     parameters: Mapping[str, Any],
-    on_cell: Callable[[int, int], None] = lambda index, n: None,  # progress: index of the cell, number of cells
+    on_cell: Callable[[int, int], None] = lambda index, n: (
+        None
+    ),  # progress: index of the cell, number of cells
 ) -> str | None:  # None if every cell ran; otherwise the cell and the cause
     "Run one notebook through papermill, from its own folder."
     page.parent.mkdir(parents=True, exist_ok=True)
     try:
-        nb = execute_notebook(path, page, dict(parameters), engine_name="spt", kernel_name="python3", language="python", cwd=path.parent, progress_bar=False, on_cell=on_cell)
+        nb = execute_notebook(
+            path,
+            page,
+            dict(parameters),
+            engine_name="spt",
+            kernel_name="python3",
+            language="python",
+            cwd=path.parent,
+            progress_bar=False,
+            on_cell=on_cell,
+        )
     except PapermillExecutionError as e:
         source = nbformat.from_dict({"source": e.source})
         return f"{where(source, e.cell_index)}: {e.ename}: {e.evalue}"
@@ -184,8 +237,14 @@ def execute(
     except Exception as e:  # whatever papermill raises before a kernel runs must not stop the other notebooks
         return f"could not be run: {type(e).__name__}: {e}"
     for i, cell in enumerate(nb.cells):
-        if cell.cell_type == "code" and cell.source.strip() and cell.execution_count is None:
-            return f"{where(cell, i)} was never run: a cell before it ended the notebook"
+        if (
+            cell.cell_type == "code"
+            and cell.source.strip()
+            and cell.execution_count is None
+        ):
+            return (
+                f"{where(cell, i)} was never run: a cell before it ended the notebook"
+            )
     return None
 
 
@@ -198,7 +257,9 @@ def run_notebook(
 ) -> Outcome:
     "Run one notebook and put its page where it belongs."
     start = time.perf_counter()
-    done, failed = (build / kind / profile / path.name for kind in ("executed", "failed"))
+    done, failed = (
+        build / kind / profile / path.name for kind in ("executed", "failed")
+    )
     draft = build / "drafts" / profile / path.name
     draft.unlink(missing_ok=True)
     error = execute(path, draft, parameters, on_cell)

@@ -30,17 +30,25 @@ class ModelConfig:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r} is not allowed: expected a whole number of at least 1")
+                raise ValueError(
+                    f"{name} = {value!r} is not allowed: expected a whole number of at least 1"
+                )
         if self.d_model % (2 * self.n_heads):
-            raise ValueError(f"d_model = {self.d_model} is not allowed: expected a multiple of 2 * n_heads = {2 * self.n_heads}")
+            raise ValueError(
+                f"d_model = {self.d_model} is not allowed: expected a multiple of 2 * n_heads = {2 * self.n_heads}"
+            )
         if self.head not in ("linear", "mlp"):
-            raise ValueError(f"head = {self.head!r} is not allowed: expected 'linear' or 'mlp'")
+            raise ValueError(
+                f"head = {self.head!r} is not allowed: expected 'linear' or 'mlp'"
+            )
 
 # %% ../nbs/02_model.ipynb #4e52a71d
 def sinusoids(
     length: int,  # number of positions
     d_model: int,  # width, even
-) -> Tensor:  # (length, d_model) float32: sines in the even columns, cosines in the odd ones
+) -> (
+    Tensor
+):  # (length, d_model) float32: sines in the even columns, cosines in the odd ones
     "Sinusoidal positions (Vaswani et al. 2017, section 3.5)."
     rate = torch.exp(torch.arange(0, d_model, 2) * (-math.log(10000.0) / d_model))
     angle = torch.arange(length)[:, None] * rate
@@ -53,7 +61,9 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, n_heads: int, tied_init: bool = True):
         super().__init__()
         self.n_heads = n_heads
-        self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(d_model, d_model) for _ in range(4)
+        )
         if tied_init:
             for linear in (self.key, self.value, self.out):
                 linear.load_state_dict(self.query.state_dict())
@@ -64,8 +74,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         "Mix the steps of (batch, length, d_model)."
-        q, k, v = (self.heads(linear, x) for linear in (self.query, self.key, self.value))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (
+            self.heads(linear, x) for linear in (self.query, self.key, self.value)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
     def maps(self, x: Tensor) -> Tensor:
         "The attention weights, (batch, n_heads, length, length); each row sums to 1."
@@ -79,9 +93,15 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.d_model)
-        self.attention = Attention(config.d_model, config.n_heads, config.tied_qkvo_init)
+        self.attention = Attention(
+            config.d_model, config.n_heads, config.tied_qkvo_init
+        )
         self.mlp_norm = nn.LayerNorm(config.d_model)
-        self.mlp = nn.Sequential(nn.Linear(config.d_model, config.d_ff), nn.GELU(), nn.Linear(config.d_ff, config.d_model))
+        self.mlp = nn.Sequential(
+            nn.Linear(config.d_model, config.d_ff),
+            nn.GELU(),
+            nn.Linear(config.d_ff, config.d_model),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         "(batch, length, d_model) in and out."
@@ -95,7 +115,9 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig, channels: int, length: int):
         super().__init__()
         self.embed = nn.Linear(channels, config.d_model)
-        self.register_buffer("positions", sinusoids(length, config.d_model), persistent=False)
+        self.register_buffer(
+            "positions", sinusoids(length, config.d_model), persistent=False
+        )
         self.blocks = nn.Sequential(*(Block(config) for _ in range(config.n_layers)))
         self.norm = nn.LayerNorm(config.d_model)
 
@@ -124,7 +146,11 @@ class Classifier(nn.Module):
         super().__init__()
         self.encoder = Encoder(config, channels, length)
         last = nn.Linear(config.d_model, n_classes)
-        hidden = [nn.Linear(config.d_model, config.d_model), nn.ReLU()] if config.head == "mlp" else []
+        hidden = (
+            [nn.Linear(config.d_model, config.d_model), nn.ReLU()]
+            if config.head == "mlp"
+            else []
+        )
         self.head = nn.Sequential(*hidden, last)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,13 +13,23 @@ from IPython.display import Markdown
 from matplotlib import pyplot as plt
 
 # %% ../nbs/00_page.ipynb #3b7d12cf
-PALETTE = {"scratch": "#d55e00", "SPT": "#0072b2"}  # from the Okabe-Ito palette: one colour for each condition, on every page
+PALETTE = {
+    "scratch": "#d55e00",
+    "SPT": "#0072b2",
+}  # from the Okabe-Ito palette: one colour for each condition, on every page
 
 
 def use_style() -> None:
     "Set the plot style of the pages."
-    sns.set_theme(context="notebook", style="whitegrid", palette="colorblind", font_scale=0.9)
-    plt.rcParams |= {"figure.dpi": 110, "figure.facecolor": "white", "savefig.bbox": "tight", "axes.titlesize": "medium"}
+    sns.set_theme(
+        context="notebook", style="whitegrid", palette="colorblind", font_scale=0.9
+    )
+    plt.rcParams |= {
+        "figure.dpi": 110,
+        "figure.facecolor": "white",
+        "savefig.bbox": "tight",
+        "axes.titlesize": "medium",
+    }
 
 # %% ../nbs/00_page.ipynb #52bc8db8
 def markdown_table(
@@ -40,19 +50,32 @@ def markdown_table(
 def mean_std(
     values: np.ndarray | pd.Series,  # one number a seed
     digits: int = 3,
-) -> str:  # such as "0.914 ± 0.024"
+) -> str:  # such as "0.914 ± 0.024", which no line breaks
     "Mean ± sample standard deviation over seeds."
     values = np.asarray(values, dtype=float)
     if values.size == 0:
         raise ValueError("no values to average: expected at least one")
-    mean = f"{values.mean():.{digits}f}"
-    return mean if values.size == 1 else f"{mean} ± {values.std(ddof=1):.{digits}f}"
+    mean = f"{values.mean():.{digits}f}".replace("-", "−")
+    return (
+        mean
+        if values.size == 1
+        else f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{values.std(ddof=1):.{digits}f}"
+    )
 
 # %% ../nbs/00_page.ipynb #641d928f
 CLAIMS = {
-    "smoke": ("A smoke run", "tiny budgets, to show that everything runs. Its numbers mean nothing"),
-    "laptop": ("A laptop run", "made on two CPU cores. It may show that an effect exists"),
-    "paper": ("A paper-budget run", "at the paper's own budget. It may be held against the paper's numbers"),
+    "smoke": (
+        "A smoke run",
+        "tiny budgets, to show that everything runs. Its numbers mean nothing",
+    ),
+    "laptop": (
+        "A laptop run",
+        "made on two CPU cores. It may show that an effect exists",
+    ),
+    "paper": (
+        "A paper-budget run",
+        "at the paper's own budget. It may be held against the paper's numbers",
+    ),
 }
 
 
@@ -71,5 +94,9 @@ def provenance(
     facts: dict[str, object],  # what to list: seeds, time, versions, commit, device
 ) -> Markdown:  # a folded callout with one line a fact
     "A folded list of what a result rests on."
-    lines = "\n".join(f"- {k}: {'unknown' if v is None else v}" for k, v in facts.items())
-    return Markdown(f'::: {{.callout-note collapse="true" appearance="simple"}}\n## Where these numbers come from\n\n{lines}\n:::')
+    lines = "\n".join(
+        f"- {k}: {'unknown' if v is None else v}" for k, v in facts.items()
+    )
+    return Markdown(
+        f'::: {{.callout-note collapse="true" appearance="simple"}}\n## Where these numbers come from\n\n{lines}\n:::'
+    )

@@ -19,11 +19,17 @@ class Printed:
     task: str
     condition: str
     mean: float  # accuracy, from 0 to 1
-    std: float | None  # standard deviation over seeds; None where the paper prints one seed
+    std: (
+        float | None
+    )  # standard deviation over seeds; None where the paper prints one seed
     n_seeds: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" if self.std is None else f"{self.mean:.3f} ± {self.std:.3f}"
+        return (
+            f"{self.mean:.3f}"
+            if self.std is None
+            else f"{self.mean:.3f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{self.std:.3f}"
+        )
 
 # %% ../nbs/07_paper.ipynb #f3a0a176
 TABLE_6 = [
@@ -49,4 +55,6 @@ def printed(
         return rows[table, task, condition]
     except KeyError:
         known = "; ".join(f"Table {t}, {k}, {c}" for t, k, c in rows)
-        raise KeyError(f"the paper prints no number for Table {table}, {task}, {condition}; there is: {known}") from None
+        raise KeyError(
+            f"the paper prints no number for Table {table}, {task}, {condition}; there is: {known}"
+        ) from None

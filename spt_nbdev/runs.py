@@ -27,13 +27,23 @@ Profile = Literal["smoke", "laptop", "paper"]
 
 # %% ../nbs/00_runs.ipynb #f836fa9a
 def parameter_model(
-    namespace: Mapping[str, Any],  # the names that a parameters cell leaves behind, `__annotations__` among them
-) -> type:  # a pydantic model with one field for each annotated name; it refuses any other
+    namespace: Mapping[
+        str, Any
+    ],  # the names that a parameters cell leaves behind, `__annotations__` among them
+) -> (
+    type
+):  # a pydantic model with one field for each annotated name; it refuses any other
     "The parameters of a page as a pydantic model."
     from pydantic import ConfigDict, create_model
 
-    fields = {k: (t, namespace[k]) for k, t in namespace.get("__annotations__", {}).items()}
-    return create_model("Parameters", __config__=ConfigDict(extra="forbid", validate_default=True), **fields)
+    fields = {
+        k: (t, namespace[k]) for k, t in namespace.get("__annotations__", {}).items()
+    }
+    return create_model(
+        "Parameters",
+        __config__=ConfigDict(extra="forbid", validate_default=True),
+        **fields,
+    )
 
 # %% ../nbs/00_runs.ipynb #beb0db5e
 def explain_errors(
@@ -46,10 +56,16 @@ def explain_errors(
         name = str(e["loc"][0]) if e["loc"] else "parameters"
         if e["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the page has: {', '.join(known)}"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"the page has: {', '.join(known)}"
+            )
             lines.append(f"there is no parameter {name!r}; {hint}")
         else:
-            lines.append(f"{name} = {e['input']!r} is not allowed: {e['msg'][0].lower()}{e['msg'][1:]}")
+            lines.append(
+                f"{name} = {e['input']!r} is not allowed: {e['msg'][0].lower()}{e['msg'][1:]}"
+            )
     return "\n".join(lines)
 
 # %% ../nbs/00_runs.ipynb #64d76306
@@ -61,7 +77,9 @@ def check_parameters(
     parameters: Mapping[str, Any],  # the values to check, by name
     namespace: Mapping[str, Any],  # what the parameters cell left behind
     strings: bool = False,  # the values are text from a command line, to be read as the annotated type
-) -> dict[str, Any]:  # all parameters of the page, the given ones replaced and converted
+) -> dict[
+    str, Any
+]:  # all parameters of the page, the given ones replaced and converted
     "The page's parameters with the given values, or a `ParameterError` that says what is wrong and what is allowed."
     from pydantic import ValidationError
 
@@ -78,7 +96,9 @@ def own_parameters(
 ) -> dict[str, Any]:  # its parameters, by name
     "Check a page's own parameters, as they stand, or raise a `ParameterError`."
     names = namespace.get("__annotations__", {})
-    return check_parameters({k: namespace[k] for k in names if k in namespace}, namespace)
+    return check_parameters(
+        {k: namespace[k] for k in names if k in namespace}, namespace
+    )
 
 # %% ../nbs/00_runs.ipynb #397fdf40
 def project_root() -> Path:  # the folder with settings.ini, at or above the current one
@@ -87,14 +107,22 @@ def project_root() -> Path:  # the folder with settings.ini, at or above the cur
     for folder in (here, *here.parents):
         if (folder / "settings.ini").exists():
             return folder
-    raise FileNotFoundError(f"no settings.ini at or above {here}; run from inside the project's checkout")
+    raise FileNotFoundError(
+        f"no settings.ini at or above {here}; run from inside the project's checkout"
+    )
 
 # %% ../nbs/00_runs.ipynb #3ba032a6
-def environment() -> dict[str, Any]:  # versions, git commit, device and threads, ready for JSON
+def environment() -> dict[
+    str, Any
+]:  # versions, git commit, device and threads, ready for JSON
     "Where a run happens: what a reader needs to judge its numbers and its time."
 
     def git(*args: str) -> str | None:
-        done = subprocess.run(["git", *args], capture_output=True, text=True, check=False) if shutil.which("git") else None
+        done = (
+            subprocess.run(["git", *args], capture_output=True, text=True, check=False)
+            if shutil.which("git")
+            else None
+        )
         return done.stdout.strip() if done and done.returncode == 0 else None
 
     changes = git("status", "--porcelain", "--untracked-files=no")
@@ -104,21 +132,27 @@ def environment() -> dict[str, Any]:  # versions, git commit, device and threads
         "uncommitted changes": None if changes is None else bool(changes),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(),
     }
 
 # %% ../nbs/00_runs.ipynb #14a0b6b3
 def save_record(
     folder: str | Path,  # where the record will be; what is there is replaced
-    record: Mapping[str, Any],  # what was asked for, where it ran (`environment`, taken at its start) and what happened; finite numbers only
+    record: Mapping[
+        str, Any
+    ],  # what was asked for, where it ran (`environment`, taken at its start) and what happened; finite numbers only
     curves: pd.DataFrame,  # the numbers, one row an evaluation
 ) -> Path:  # the folder
     "Write a record and its curves, both or neither."
     folder = Path(folder)
     text = json.dumps(record, indent=1, allow_nan=False)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as tmp:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}-", dir=folder.parent
+    ) as tmp:
         new = Path(tmp, "new")
         new.mkdir()
         (new / "record.json").write_text(text + "\n")
@@ -135,6 +169,10 @@ def load_record(
     "Read a record, or say how to make it."
     folder = Path(folder)
     try:
-        return json.loads((folder / "record.json").read_text()), pd.read_csv(folder / "curves.csv")
+        return json.loads((folder / "record.json").read_text()), pd.read_csv(
+            folder / "curves.csv"
+        )
     except FileNotFoundError as e:
-        raise FileNotFoundError(f"there is no record in {folder} ({Path(e.filename).name} is missing); run its page to make it") from None
+        raise FileNotFoundError(
+            f"there is no record in {folder} ({Path(e.filename).name} is missing); run its page to make it"
+        ) from None

@@ -23,10 +23,14 @@ def mask_steps(
     x: Tensor,  # (batch, length, channels)
     mask_ratio: float,  # probability that a step is hidden, between 0 and 1
     generator: torch.Generator,  # source of the draws
-) -> tuple[Tensor, Tensor]:  # input (batch, length, channels + 1) with the flag last, and mask (batch, length), True where hidden
+) -> tuple[
+    Tensor, Tensor
+]:  # input (batch, length, channels + 1) with the flag last, and mask (batch, length), True where hidden
     "Hide steps at random: their values become 0, their flag 1 (paper: section 2; its code: independent draws)."
     mask = torch.rand(x.shape[:2], generator=generator, device=x.device) < mask_ratio
-    return torch.cat([x.masked_fill(mask[..., None], 0.0), mask[..., None].to(x.dtype)], dim=-1), mask
+    return torch.cat(
+        [x.masked_fill(mask[..., None], 0.0), mask[..., None].to(x.dtype)], dim=-1
+    ), mask
 
 # %% ../nbs/03_spt.ipynb #b0420bfe
 def masked_loss(
@@ -52,9 +56,13 @@ class Fit:
         for name, low in (("epochs", 1), ("batch_size", 1), ("warmup_steps", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
-                raise ValueError(f"{name} = {value!r} is not allowed: expected a whole number of at least {low}")
+                raise ValueError(
+                    f"{name} = {value!r} is not allowed: expected a whole number of at least {low}"
+                )
         if not 0 < self.lr < 1 or not 0 <= self.weight_decay < 1:
-            raise ValueError(f"lr = {self.lr!r}, weight_decay = {self.weight_decay!r}: expected lr above 0, weight_decay from 0, both below 1")
+            raise ValueError(
+                f"lr = {self.lr!r}, weight_decay = {self.weight_decay!r}: expected lr above 0, weight_decay from 0, both below 1"
+            )
 
 # %% ../nbs/03_spt.ipynb #c5894ff0
 class Trainer:
@@ -63,17 +71,25 @@ class Trainer:
     def __init__(self, model: nn.Module, fit: Fit, seed: int):
         self.model, self.fit = model, fit
         self.generator = torch.Generator().manual_seed(seed)
-        self.optimiser = torch.optim.AdamW(model.parameters(), lr=fit.lr, weight_decay=fit.weight_decay)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimiser, lambda step: min(1.0, step / max(1, fit.warmup_steps)))
+        self.optimiser = torch.optim.AdamW(
+            model.parameters(), lr=fit.lr, weight_decay=fit.weight_decay
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimiser, lambda step: min(1.0, step / max(1, fit.warmup_steps))
+        )
 
     def batches(self, n: int) -> Iterator[Tensor]:
         "The indices of one epoch over `n` sequences in a new random order, the last batch perhaps smaller."
-        return iter(torch.randperm(n, generator=self.generator).split(self.fit.batch_size))
+        return iter(
+            torch.randperm(n, generator=self.generator).split(self.fit.batch_size)
+        )
 
     def step(self, loss: Tensor) -> None:
         "One optimiser step; a loss that is not finite stops the run."
         if not loss.isfinite():
-            raise FloatingPointError(f"the loss is {loss.item()} at step {self.schedule.last_epoch}; lower lr = {self.fit.lr}")
+            raise FloatingPointError(
+                f"the loss is {loss.item()} at step {self.schedule.last_epoch}; lower lr = {self.fit.lr}"
+            )
         self.optimiser.zero_grad()
         loss.backward()
         self.optimiser.step()
@@ -97,10 +113,14 @@ def pretrain(
     fit: Fit,
     mask_ratio: float = 0.5,  # probability that a step is hidden, above 0 and below 1
     seed: int = 0,
-) -> tuple[Encoder, pd.DataFrame]:  # the trained encoder, and one row an epoch: epoch, loss (over hidden steps)
+) -> tuple[
+    Encoder, pd.DataFrame
+]:  # the trained encoder, and one row an epoch: epoch, loss (over hidden steps)
     "Masked self-pretraining on a task's own training sequences (paper: section 2)."
     if not 0 < mask_ratio < 1:
-        raise ValueError(f"mask_ratio = {mask_ratio!r} is not allowed: expected a number above 0 and below 1")
+        raise ValueError(
+            f"mask_ratio = {mask_ratio!r} is not allowed: expected a number above 0 and below 1"
+        )
     model = seeded(Reconstructor, config, task.channels, task.length, seed=seed)
     trainer = Trainer(model, fit, seed)
     curves = []
@@ -134,18 +154,25 @@ def score(
 ) -> tuple[float, float]:  # mean cross entropy, and accuracy from 0 to 1
     "Loss and accuracy of a classifier on a whole split."
     logits = model(x)
-    return F.cross_entropy(logits, y).item(), (logits.argmax(-1) == y).float().mean().item()
+    return F.cross_entropy(logits, y).item(), (
+        logits.argmax(-1) == y
+    ).float().mean().item()
 
 
 def finetune(
     task: Task,
     config: ModelConfig,
     fit: Fit,
-    pretrained: Encoder | None = None,  # where the encoder starts; None trains from scratch
+    pretrained: Encoder
+    | None = None,  # where the encoder starts; None trains from scratch
     seed: int = 0,
-) -> tuple[Classifier, pd.DataFrame]:  # the classifier, and one row an epoch: epoch, loss, train_loss, train_acc, test_loss, test_acc
+) -> tuple[
+    Classifier, pd.DataFrame
+]:  # the classifier, and one row an epoch: epoch, loss, train_loss, train_acc, test_loss, test_acc
     "Train a classifier on labels, from a pretrained encoder or from scratch (paper: section 2)."
-    model = seeded(Classifier, config, task.channels, task.length, task.n_classes, seed=seed)
+    model = seeded(
+        Classifier, config, task.channels, task.length, task.n_classes, seed=seed
+    )
     if pretrained is not None:
         transfer(pretrained, model.encoder)
     trainer = Trainer(model, fit, seed)
@@ -159,6 +186,13 @@ def finetune(
         train_loss, train_acc = score(model, task.x_train, task.y_train)
         test_loss, test_acc = score(model, task.x_test, task.y_test)
         curves.append(
-            {"epoch": epoch, "loss": total / len(task.x_train), "train_loss": train_loss, "train_acc": train_acc, "test_loss": test_loss, "test_acc": test_acc}
+            {
+                "epoch": epoch,
+                "loss": total / len(task.x_train),
+                "train_loss": train_loss,
+                "train_acc": train_acc,
+                "test_loss": test_loss,
+                "test_acc": test_acc,
+            }
         )
     return model, pd.DataFrame(curves)

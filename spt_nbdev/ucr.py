@@ -26,7 +26,11 @@ class Budget:
     finetune_epochs: int
 
 
-BUDGETS = {"smoke": Budget(2, 30, 20), "laptop": Budget(5, 300, 150), "paper": Budget(5, 300, 150)}
+BUDGETS = {
+    "smoke": Budget(2, 30, 20),
+    "laptop": Budget(5, 300, 150),
+    "paper": Budget(5, 300, 150),
+}
 
 # %% ../nbs/18_ucr.ipynb #c3c23809
 @dataclass(frozen=True)
@@ -48,7 +52,12 @@ def from_both_starts(
 ) -> pd.DataFrame:  # one row an epoch: condition, stage, epoch, and the losses and accuracies of `finetune`
     "Train on labels from scratch and from a pretrained encoder, with the same seed."
     starts = {"scratch": None, "SPT": encoder}
-    curves = [finetune(task, config, Fit(epochs, lr=lrs[c]), start, seed)[1].assign(condition=c) for c, start in starts.items()]
+    curves = [
+        finetune(task, config, Fit(epochs, lr=lrs[c]), start, seed)[1].assign(
+            condition=c
+        )
+        for c, start in starts.items()
+    ]
     return pd.concat(curves, ignore_index=True).assign(stage="finetune")
 
 
@@ -60,9 +69,21 @@ def run_seed(
 ) -> pd.DataFrame:  # one row an epoch: condition, stage, seed, epoch, and the losses and accuracies of the stage
     "Train from scratch and after self-pretraining, with the same seed."
     config = ModelConfig(n_layers=choice.n_layers)
-    encoder, reconstruction = pretrain(task, config, Fit(budget.pretrain_epochs), seed=seed)
-    labels = from_both_starts(task, encoder, config, {"scratch": choice.lr_scratch, "SPT": choice.lr_spt}, budget.finetune_epochs, seed)
-    return pd.concat([reconstruction.assign(condition="SPT", stage="pretrain"), labels], ignore_index=True).assign(seed=seed)
+    encoder, reconstruction = pretrain(
+        task, config, Fit(budget.pretrain_epochs), seed=seed
+    )
+    labels = from_both_starts(
+        task,
+        encoder,
+        config,
+        {"scratch": choice.lr_scratch, "SPT": choice.lr_spt},
+        budget.finetune_epochs,
+        seed,
+    )
+    return pd.concat(
+        [reconstruction.assign(condition="SPT", stage="pretrain"), labels],
+        ignore_index=True,
+    ).assign(seed=seed)
 
 # %% ../nbs/18_ucr.ipynb #dfc6e2c1
 DEPTHS, RATES = (1, 2), (3e-4, 1e-3, 3e-3)
@@ -80,17 +101,43 @@ def search_grid(
         inside, config = fold(task, k, n_folds, seed), ModelConfig(n_layers=n_layers)
         encoder, _ = pretrain(inside, config, Fit(budget.pretrain_epochs), seed=seed)
         for lr in RATES:
-            curves = from_both_starts(inside, encoder, config, {"scratch": lr, "SPT": lr}, budget.finetune_epochs, seed)
-            mean = curves[curves.epoch > budget.finetune_epochs - tail].groupby("condition")[["test_acc", "test_loss"]].mean()
-            rows += [{"condition": c, "n_layers": n_layers, "lr": lr, "fold": k, "seed": seed, "accuracy": m.test_acc, "loss": m.test_loss} for c, m in mean.iterrows()]
+            curves = from_both_starts(
+                inside,
+                encoder,
+                config,
+                {"scratch": lr, "SPT": lr},
+                budget.finetune_epochs,
+                seed,
+            )
+            mean = (
+                curves[curves.epoch > budget.finetune_epochs - tail]
+                .groupby("condition")[["test_acc", "test_loss"]]
+                .mean()
+            )
+            rows += [
+                {
+                    "condition": c,
+                    "n_layers": n_layers,
+                    "lr": lr,
+                    "fold": k,
+                    "seed": seed,
+                    "accuracy": m.test_acc,
+                    "loss": m.test_loss,
+                }
+                for c, m in mean.iterrows()
+            ]
     return pd.DataFrame(rows)
 
 
 def choose(
     runs: pd.DataFrame,  # the rows of `search_grid`
-) -> Choice:  # the depth that is best from scratch, and each condition's best learning rate there
+) -> (
+    Choice
+):  # the depth that is best from scratch, and each condition's best learning rate there
     "Apply the rule to a search."
-    means = runs.groupby(["condition", "n_layers", "lr"], as_index=False)[["accuracy", "loss"]].mean()
+    means = runs.groupby(["condition", "n_layers", "lr"], as_index=False)[
+        ["accuracy", "loss"]
+    ].mean()
     best = means.sort_values(["accuracy", "loss"], ascending=[False, True])
     n_layers = int(best[best.condition == "scratch"].n_layers.iloc[0])
     lr = best[best.n_layers == n_layers].groupby("condition").lr.first()

@@ -17,12 +17,29 @@ SPT = str(Path(sys.executable).parent / "spt")
 def spt(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess:
     import os
 
-    return subprocess.run([SPT, *args], cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [SPT, *args],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-def notebook(path: Path, *cells: str, parameters: str = 'profile: str = "smoke"') -> None:
-    code = [nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}), *map(nbformat.v4.new_code_cell, cells)]
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# T\n\n> t"), *code]), path)
+def notebook(
+    path: Path, *cells: str, parameters: str = 'profile: str = "smoke"'
+) -> None:
+    code = [
+        nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}),
+        *map(nbformat.v4.new_code_cell, cells),
+    ]
+    nbformat.write(
+        nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_markdown_cell("# T\n\n> t"), *code]
+        ),
+        path,
+    )
 
 
 @pytest.fixture
@@ -33,20 +50,37 @@ def project(tmp_path: Path) -> Path:
 
 
 def executed(project: Path) -> set[str]:
-    return {p.relative_to(project / "build").as_posix() for p in (project / "build").rglob("*.ipynb")}
+    return {
+        p.relative_to(project / "build").as_posix()
+        for p in (project / "build").rglob("*.ipynb")
+    }
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["-p", "n_sedes", "3"], "did you mean 'n_seeds'?"),
-        (["-p", "n_seeds", "three"], "n_seeds = 'three' is not allowed: input should be a valid integer"),
-        (["-p", "n_seeds", "0"], "n_seeds = '0' is not allowed: input should be greater than 0"),
-        (["-p", "dataset", "GunPiont"], "input should be 'GunPoint', 'GunPointAgeSpan', 'ECG200' or 'ECGFiveDays'"),
-        (["--profile", "huge"], "there is no profile 'huge'; choose one of smoke, laptop, paper"),
+        (
+            ["-p", "n_seeds", "three"],
+            "n_seeds = 'three' is not allowed: input should be a valid integer",
+        ),
+        (
+            ["-p", "n_seeds", "0"],
+            "n_seeds = '0' is not allowed: input should be greater than 0",
+        ),
+        (
+            ["-p", "dataset", "GunPiont"],
+            "input should be 'GunPoint', 'GunPointAgeSpan', 'ECG200' or 'ECGFiveDays'",
+        ),
+        (
+            ["--profile", "huge"],
+            "there is no profile 'huge'; choose one of smoke, laptop, paper",
+        ),
     ],
 )
-def test_a_wrong_parameter_is_refused_before_anything_runs(root: Path, project: Path, args: list[str], says: str) -> None:
+def test_a_wrong_parameter_is_refused_before_anything_runs(
+    root: Path, project: Path, args: list[str], says: str
+) -> None:
     for name in ("00_page", "18_ucr"):
         shutil.copy(root / f"nbs/{name}.ipynb", project / "nbs")
     done = spt(project, "reproduce", *args)
@@ -55,17 +89,29 @@ def test_a_wrong_parameter_is_refused_before_anything_runs(root: Path, project: 
 
 
 def test_the_others_run_when_a_kernel_is_killed(project: Path) -> None:
-    notebook(project / "nbs/01_killed.ipynb", "import os, sys\nprint('last words', file=sys.__stderr__)\nos.kill(os.getpid(), 9)", "never = 1")
+    notebook(
+        project / "nbs/01_killed.ipynb",
+        "import os, sys\nprint('last words', file=sys.__stderr__)\nos.kill(os.getpid(), 9)",
+        "never = 1",
+    )
     notebook(project / "nbs/02_exits.ipynb", "import os\nos._exit(0)")
     notebook(project / "nbs/03_raises.ipynb", "1 / 0")
     notebook(project / "nbs/04_fine.ipynb", "assert profile == 'laptop'")
     done = spt(project, "reproduce", "--profile", "laptop")
     assert done.returncode == 1
-    assert "cell 4 (`import os, sys`): the kernel was killed by SIGKILL (often: out of memory)" in done.stdout
+    assert (
+        "cell 4 (`import os, sys`): the kernel was killed by SIGKILL (often: out of memory)"
+        in done.stdout
+    )
     assert "cell 4 (`import os`): the kernel exited with status 0" in done.stdout
     assert "cell 4 (`1 / 0`): ZeroDivisionError: division by zero" in done.stdout
     assert "3 of 4 notebooks failed" in done.stdout
-    assert executed(project) == {"failed/laptop/01_killed.ipynb", "failed/laptop/02_exits.ipynb", "failed/laptop/03_raises.ipynb", "executed/laptop/04_fine.ipynb"}
+    assert executed(project) == {
+        "failed/laptop/01_killed.ipynb",
+        "failed/laptop/02_exits.ipynb",
+        "failed/laptop/03_raises.ipynb",
+        "executed/laptop/04_fine.ipynb",
+    }
 
 
 def test_a_page_that_fails_now_is_no_longer_shown(project: Path) -> None:
@@ -79,8 +125,27 @@ def test_a_page_that_fails_now_is_no_longer_shown(project: Path) -> None:
 
 
 def test_parameters_reach_the_notebook_with_their_types(project: Path) -> None:
-    notebook(project / "nbs/01_a.ipynb", "assert (n, lr, on, name) == (3, 1e-4, True, '001'), (n, lr, on, name)", parameters='n: int = 0\nlr: float = 0.1\non: bool = False\nname: str = ""')
-    done = spt(project, "reproduce", "-p", "n", "3", "-p", "lr", "1e-4", "-p", "on", "true", "-p", "name", "001")
+    notebook(
+        project / "nbs/01_a.ipynb",
+        "assert (n, lr, on, name) == (3, 1e-4, True, '001'), (n, lr, on, name)",
+        parameters='n: int = 0\nlr: float = 0.1\non: bool = False\nname: str = ""',
+    )
+    done = spt(
+        project,
+        "reproduce",
+        "-p",
+        "n",
+        "3",
+        "-p",
+        "lr",
+        "1e-4",
+        "-p",
+        "on",
+        "true",
+        "-p",
+        "name",
+        "001",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -99,8 +164,13 @@ def files(tmp_path: Path) -> Path:
 
     folder = tmp_path / "data"
     folder.mkdir()
-    for split, (labels, values) in zip(("TRAIN", "TEST"), ucr_from_aeon("GunPoint"), strict=True):
-        rows = ["\t".join([label, *map(repr, map(float, row))]) for label, row in zip(labels, np.asarray(values), strict=True)]
+    for split, (labels, values) in zip(
+        ("TRAIN", "TEST"), ucr_from_aeon("GunPoint"), strict=True
+    ):
+        rows = [
+            "\t".join([label, *map(repr, map(float, row))])
+            for label, row in zip(labels, np.asarray(values), strict=True)
+        ]
         (folder / f"GunPoint_{split}.tsv").write_text("\n".join(rows) + "\n")
     return folder
 
@@ -123,10 +193,28 @@ def empty(folder: Path) -> None:
 BAD_DATA = [
     (remove, "there is no file"),
     (empty, "no GunPoint_TRAIN.tsv in"),
-    (lambda f: (f / "GunPoint_TRAIN.tsv").write_bytes((f / "GunPoint_TRAIN.tsv").read_bytes()[:-2000]), "the file is cut off or damaged"),
-    (lambda f: change_line(f / "GunPoint_TRAIN.tsv", 2, lambda s: "1\t" + "\t".join(["NaN"] * 150)), "series 3 holds nan at step 1"),
-    (lambda f: change_line(f / "GunPoint_TEST.tsv", 4, lambda s: "7" + s[1:]), "label '7' does not occur among the training labels ['1', '2']"),
-    (lambda f: change_line(f / "GunPoint_TRAIN.tsv", 0, lambda s: s.replace("\t", "\t?", 1)), "line 1: could not convert string to float"),
+    (
+        lambda f: (f / "GunPoint_TRAIN.tsv").write_bytes(
+            (f / "GunPoint_TRAIN.tsv").read_bytes()[:-2000]
+        ),
+        "the file is cut off or damaged",
+    ),
+    (
+        lambda f: change_line(
+            f / "GunPoint_TRAIN.tsv", 2, lambda s: "1\t" + "\t".join(["NaN"] * 150)
+        ),
+        "series 3 holds nan at step 1",
+    ),
+    (
+        lambda f: change_line(f / "GunPoint_TEST.tsv", 4, lambda s: "7" + s[1:]),
+        "label '7' does not occur among the training labels ['1', '2']",
+    ),
+    (
+        lambda f: change_line(
+            f / "GunPoint_TRAIN.tsv", 0, lambda s: s.replace("\t", "\t?", 1)
+        ),
+        "line 1: could not convert string to float",
+    ),
 ]
 
 
@@ -136,11 +224,17 @@ def test_data_from_a_named_folder_is_the_same_task(files: Path) -> None:
     from spt_nbdev.data import load_ucr
 
     a, b = load_ucr("GunPoint"), load_ucr("GunPoint", files)
-    assert torch.equal(a.x_train, b.x_train) and torch.equal(a.x_test, b.x_test) and torch.equal(a.y_test, b.y_test)
+    assert (
+        torch.equal(a.x_train, b.x_train)
+        and torch.equal(a.x_test, b.x_test)
+        and torch.equal(a.y_test, b.y_test)
+    )
 
 
 @pytest.mark.parametrize(("spoil", "says"), BAD_DATA, ids=[s for _, s in BAD_DATA])
-def test_bad_data_is_refused(files: Path, spoil: object, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_data_is_refused(
+    files: Path, spoil: object, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from spt_nbdev.data import DataError, load_ucr
 
     spoil(files)
@@ -154,10 +248,15 @@ def test_bad_data_leaves_no_page_and_no_record(ucr_page: Path, files: Path) -> N
     empty(files)
     done = spt(ucr_page, "reproduce", "18", SPT_DATA=str(files))
     assert done.returncode == 1 and "DataError: no GunPoint_TRAIN.tsv in" in done.stdout
-    assert executed(ucr_page) == {"failed/smoke/18_ucr.ipynb"} and not (ucr_page / "runs").exists()
+    assert (
+        executed(ucr_page) == {"failed/smoke/18_ucr.ipynb"}
+        and not (ucr_page / "runs").exists()
+    )
 
 
-def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import aeon.datasets
 
     from spt_nbdev.data import DataError, ucr_from_aeon
@@ -169,23 +268,66 @@ def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
         raise OSError("connection lost")
 
     monkeypatch.setattr(aeon.datasets, "load_classification", break_off)
-    with pytest.raises(DataError, match="could not fetch ECG200 .*connection lost.*SPT_DATA"):
+    with pytest.raises(
+        DataError, match="could not fetch ECG200 .*connection lost.*SPT_DATA"
+    ):
         ucr_from_aeon("ECG200", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_page_runs_under_plain_papermill_and_keeps_its_record(ucr_page: Path) -> None:
+def test_the_page_runs_under_plain_papermill_and_keeps_its_record(
+    ucr_page: Path,
+) -> None:
     papermill = str(Path(sys.executable).parent / "papermill")
     start = time.time()
-    done = subprocess.run([papermill, "nbs/18_ucr.ipynb", "out.ipynb", "--cwd", "nbs", "-p", "profile", "smoke", "-p", "n_seeds", "1"], cwd=ucr_page, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [
+            papermill,
+            "nbs/18_ucr.ipynb",
+            "out.ipynb",
+            "--cwd",
+            "nbs",
+            "-p",
+            "profile",
+            "smoke",
+            "-p",
+            "n_seeds",
+            "1",
+        ],
+        cwd=ucr_page,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    record = json.loads((ucr_page / "runs/18_ucr/GunPoint-smoke/record.json").read_text())
+    record = json.loads(
+        (ucr_page / "runs/18_ucr/GunPoint-smoke/record.json").read_text()
+    )
     assert record["profile"] == "smoke" and record["budget"]["n_seeds"] == 1
     assert record["wall time in s"] <= time.time() - start
 
 
 def test_a_page_run_by_hand_refuses_an_unknown_profile(ucr_page: Path) -> None:
     papermill = str(Path(sys.executable).parent / "papermill")
-    done = subprocess.run([papermill, "nbs/18_ucr.ipynb", "out.ipynb", "--cwd", "nbs", "-p", "profile", "huge"], cwd=ucr_page, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "profile = 'huge' is not allowed: input should be 'smoke', 'laptop' or 'paper'" in done.stderr
+    done = subprocess.run(
+        [
+            papermill,
+            "nbs/18_ucr.ipynb",
+            "out.ipynb",
+            "--cwd",
+            "nbs",
+            "-p",
+            "profile",
+            "huge",
+        ],
+        cwd=ucr_page,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        done.returncode == 1
+        and "profile = 'huge' is not allowed: input should be 'smoke', 'laptop' or 'paper'"
+        in done.stderr
+    )
     assert not (ucr_page / "runs").exists()

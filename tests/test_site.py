@@ -13,7 +13,10 @@ from spt_nbdev.stage import listed_pages
 
 @pytest.fixture(scope="session")
 def pages(root: Path) -> list[str]:
-    return [Path(p).with_suffix(".html").name for p in listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))]
+    return [
+        Path(p).with_suffix(".html").name
+        for p in listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))
+    ]
 
 
 def test_site_passes_the_gate(site: Path, pages: list[str]) -> None:
@@ -21,7 +24,9 @@ def test_site_passes_the_gate(site: Path, pages: list[str]) -> None:
 
 
 def test_every_notebook_is_in_the_navigation(root: Path, pages: list[str]) -> None:
-    assert {p.stem for p in (root / "nbs").glob("*.ipynb")} == {Path(p).stem for p in pages}
+    assert {p.stem for p in (root / "nbs").glob("*.ipynb")} == {
+        Path(p).stem for p in pages
+    }
 
 
 def in_text(html: str) -> Callable[[str], str]:
@@ -46,18 +51,53 @@ FAULTS = [
     (in_text("<p>as in [@amos2024]</p>"), "raw syntax '[@a'"),
     (in_text("<p>a formula {#eq-x}</p>"), "raw syntax '{#eq-x}'"),
     (in_text("<p>#| export</p>"), "raw syntax '#|'"),
-    (in_text("<pre><code>#| export\nx = 1</code></pre>"), "a directive heads a code cell: '#| export'"),
+    (
+        in_text("<pre><code>#| export\nx = 1</code></pre>"),
+        "a directive heads a code cell: '#| export'",
+    ),
     (in_text("<p>::: {.callout}</p>"), "raw syntax ':::'"),
-    (in_head('<script src="https://cdn.example.org/x.js"></script>'), "<script> from another host"),
-    (in_head('<link rel="stylesheet" href="//cdn.example.org/x.css">'), "<link> from another host"),
-    (in_head("<style>@import url(https://fonts.example.org/x);</style>"), "a style from another host"),
-    (in_head("<script type='module'>import x from 'https://cdn.example.org/x.js'</script>"), "a script imports from another host"),
-    (in_text("<pre>saved in /home/someone/spt/runs</pre>"), "path of a machine: /home/someone"),
-    (in_text('<div class="cell-output cell-output-stderr">careful</div>'), "an output on the error stream"),
-    (in_text('<div class="cell-output">FutureWarning: gone soon</div>'), "an output with 'FutureWarning: '"),
-    (in_text('<div class="cell-output">Traceback (most recent call last)</div>'), "an output with 'Traceback"),
-    (in_text('<a href="nowhere.html">x</a>'), "link to a file that isn't there: nowhere.html"),
-    (in_text('<a href="index.html#nowhere">x</a>'), "link to a fragment that isn't there: index.html#nowhere"),
+    (
+        in_head('<script src="https://cdn.example.org/x.js"></script>'),
+        "<script> from another host",
+    ),
+    (
+        in_head('<link rel="stylesheet" href="//cdn.example.org/x.css">'),
+        "<link> from another host",
+    ),
+    (
+        in_head("<style>@import url(https://fonts.example.org/x);</style>"),
+        "a style from another host",
+    ),
+    (
+        in_head(
+            "<script type='module'>import x from 'https://cdn.example.org/x.js'</script>"
+        ),
+        "a script imports from another host",
+    ),
+    (
+        in_text("<pre>saved in /home/someone/spt/runs</pre>"),
+        "path of a machine: /home/someone",
+    ),
+    (
+        in_text('<div class="cell-output cell-output-stderr">careful</div>'),
+        "an output on the error stream",
+    ),
+    (
+        in_text('<div class="cell-output">FutureWarning: gone soon</div>'),
+        "an output with 'FutureWarning: '",
+    ),
+    (
+        in_text('<div class="cell-output">Traceback (most recent call last)</div>'),
+        "an output with 'Traceback",
+    ),
+    (
+        in_text('<a href="nowhere.html">x</a>'),
+        "link to a file that isn't there: nowhere.html",
+    ),
+    (
+        in_text('<a href="index.html#nowhere">x</a>'),
+        "link to a fragment that isn't there: index.html#nowhere",
+    ),
     (in_text('<p id="fig-curves">x</p>'), "the id 'fig-curves' is used 2 times"),
     (swap('id="fig-curves"', 'id="curves"'), "a figure without a label"),
     (swap("Figure 1: ", ""), "figure fig-curves without a caption"),
@@ -69,21 +109,39 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("spoil", "expected"), FAULTS, ids=[e for _, e in FAULTS])
-def test_planted_fault_is_caught(site: Path, pages: list[str], tmp_path: Path, spoil: Callable[[str], str], expected: str) -> None:
-    copy = shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax", "bootstrap-icons"))
+def test_planted_fault_is_caught(
+    site: Path,
+    pages: list[str],
+    tmp_path: Path,
+    spoil: Callable[[str], str],
+    expected: str,
+) -> None:
+    copy = shutil.copytree(
+        site,
+        tmp_path / "site",
+        ignore=shutil.ignore_patterns("mathjax", "bootstrap-icons"),
+    )
     page = copy / "18_ucr.html"
     page.write_text(spoil(page.read_text()))
     faults = check_site(copy, pages)
-    assert any(fault.startswith("18_ucr.html: ") and expected in fault for fault in faults), faults
+    assert any(
+        fault.startswith("18_ucr.html: ") and expected in fault for fault in faults
+    ), faults
 
 
 def test_missing_page_is_caught(site: Path, pages: list[str], tmp_path: Path) -> None:
-    copy = shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax"))
+    copy = shutil.copytree(
+        site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax")
+    )
     (copy / "18_ucr.html").unlink()
     assert "18_ucr.html: the page is missing" in check_site(copy, pages)
 
 
-def test_remote_font_in_a_theme_is_caught(site: Path, pages: list[str], tmp_path: Path) -> None:
-    copy = shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax"))
+def test_remote_font_in_a_theme_is_caught(
+    site: Path, pages: list[str], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(
+        site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax")
+    )
     (copy / "styles.css").write_text("@import url('https://fonts.example.org/css');")
     assert check_site(copy, pages) == ["styles.css: loads something from another host"]
