@@ -122,6 +122,6 @@ d = { 'settings': { 'branch': 'main',
             'spt_nbdev.ucr': { 'spt_nbdev.ucr.Budget': ('ucr.html#budget', 'spt_nbdev/ucr.py'),
                                'spt_nbdev.ucr.Choice': ('ucr.html#choice', 'spt_nbdev/ucr.py'),
                                'spt_nbdev.ucr.choose': ('ucr.html#choose', 'spt_nbdev/ucr.py'),
-                               'spt_nbdev.ucr.from_both_starts': ('ucr.html#from_both_starts', 'spt_nbdev/ucr.py'),
                                'spt_nbdev.ucr.run_seed': ('ucr.html#run_seed', 'spt_nbdev/ucr.py'),
-                               'spt_nbdev.ucr.search_grid': ('ucr.html#search_grid', 'spt_nbdev/ucr.py')}}}
+                               'spt_nbdev.ucr.search_grid': ('ucr.html#search_grid', 'spt_nbdev/ucr.py'),
+                               'spt_nbdev.ucr.train_on_labels': ('ucr.html#train_on_labels', 'spt_nbdev/ucr.py')}}}

@@ -12,11 +12,9 @@ import seaborn as sns
 from IPython.display import Markdown
 from matplotlib import pyplot as plt
 
-# %% ../nbs/00_page.ipynb #3b7d12cf
-PALETTE = {
-    "scratch": "#d55e00",
-    "SPT": "#0072b2",
-}  # from the Okabe-Ito palette: one colour for each condition, on every page
+# %% ../nbs/00_page.ipynb #5170afa1
+# From the Okabe-Ito palette: one colour for each condition, on every page.
+PALETTE = {"scratch": "#d55e00", "SPT": "#0072b2", "scratch, SPT's lr": "#e69f00"}
 
 
 def use_style() -> None:
