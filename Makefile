@@ -17,6 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; install it, or name one with PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
+	@echo "Installing into .venv; this takes a minute or a few"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -30,13 +31,13 @@ test: build/site/smoke/_site/index.html  ## check that all is in sync, and run a
 	$(BIN)/nbdev_test --n_workers 2
 	$(BIN)/pytest
 
-lab: $(READY)  ## open JupyterLab
-	$(BIN)/jupyter lab nbs
+lab: $(READY)  ## open JupyterLab; ARGS goes to it
+	$(BIN)/jupyter lab nbs $(ARGS)
 
 sync: $(READY)  ## format and clean the notebooks, and export the package
 	$(BIN)/ruff format --quiet
 	$(BIN)/nbdev_clean
 	$(BIN)/nbdev_export
 
-clean:  ## remove what was built, but not the environment and not the runs
+clean:  ## remove executed notebooks and sites, but not the environment and not the runs
 	rm -rf build

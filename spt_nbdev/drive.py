@@ -9,6 +9,7 @@ __all__ = ['find_notebooks', 'notebook_parameters', 'plan_parameters', 'KernelDi
 # %% ../nbs/20_drive.ipynb #66d75cc6
 import difflib
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -254,13 +255,20 @@ def run_notebook(
     profile: str,
     parameters: Mapping[str, Any],
     on_cell: Callable[[int, int], None] = lambda index, n: None,
+    variant: str = "",  # what sets this run apart from the page of the site, such as `dataset=ECG200`
 ) -> Outcome:
     "Run one notebook and put its page where it belongs."
     start = time.perf_counter()
-    done, failed = (
-        build / kind / profile / path.name for kind in ("executed", "failed")
+    name = (
+        re.sub(r"[^\w.,=-]+", "_", f"{path.stem},{variant}.ipynb")
+        if variant
+        else path.name
     )
-    draft = build / "drafts" / profile / path.name
+    done, failed = (
+        build / kind / profile / name
+        for kind in ("variants" if variant else "executed", "failed")
+    )
+    draft = build / "drafts" / f"{profile}-{os.getpid()}" / name
     draft.unlink(missing_ok=True)
     error = execute(path, draft, parameters, on_cell)
     if not draft.exists():  # it failed before papermill wrote anything
@@ -270,4 +278,5 @@ def run_notebook(
     page = failed if error else done
     page.parent.mkdir(parents=True, exist_ok=True)
     os.replace(draft, page)
+    shutil.rmtree(draft.parent)
     return Outcome(path, page, time.perf_counter() - start, error)

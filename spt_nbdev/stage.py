@@ -219,6 +219,10 @@ def stage_notebook(
         for output in cell.outputs:
             if output.output_type == "stream":
                 output.text = ANSI.sub("", output.text)
+            elif "text/markdown" in output.get("data", {}):
+                output.data.pop(
+                    "text/html", None
+                )  # a frame for Jupyter; the site shows the callout
         if "export" in directives and (public := exported_names(code)):
             cells.append(new_markdown_cell(api_box(names[public[0]][0], public)))
     return new_notebook_like(nb, cells)
@@ -264,8 +268,11 @@ def stage_site(
     "Stage all pages that the navigation lists, or raise a `FileNotFoundError` that names those which are missing."
     pages = listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))
     if missing := [p for p in pages if not (executed / p).exists()]:
+        which = (
+            "" if missing == pages else " " + " ".join(Path(p).stem for p in missing)
+        )
         raise FileNotFoundError(
-            f"not executed, or failed: {', '.join(missing)}; run `spt reproduce {' '.join(Path(p).stem for p in missing)}`"
+            f"not executed, or failed: {', '.join(missing)}; run `spt reproduce{which} --profile {executed.name}`"
         )
     draft = site.with_name(f".{site.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
