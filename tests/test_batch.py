@@ -301,7 +301,7 @@ def test_the_page_runs_under_plain_papermill_and_keeps_its_record(
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(
-        (ucr_page / "runs/18_ucr/GunPoint-smoke/record.json").read_text()
+        (ucr_page / "runs/18_ucr/GunPoint-smoke-1/record.json").read_text()
     )
     assert record["profile"] == "smoke" and record["budget"]["n_seeds"] == 1
     assert record["wall time in s"] <= time.time() - start

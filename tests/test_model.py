@@ -142,4 +142,4 @@ print(len(ucr.run_seed(task, ucr.Choice(1, 1e-3, 1e-3), ucr.Budget(1, 1, 2), 0))
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "5"
+    assert done.stdout.strip() == "7"
