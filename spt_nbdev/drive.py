@@ -31,7 +31,12 @@ from papermill.engines import (
 )
 from traitlets.config import Config
 
-from .runs import ParameterError, check_parameters, project_root
+from spt_nbdev.runs import (
+    ParameterError,
+    check_parameters,
+    parameter_model,
+    project_root,
+)
 
 # %% ../nbs/20_drive.ipynb #40a5876d
 def find_notebooks(
@@ -42,6 +47,8 @@ def find_notebooks(
 ) -> list[Path]:  # in the order of their numbers, each once
     "The notebooks with these names, or a `ParameterError` that names the nearest."
     notebooks = {p.stem: p for p in sorted((root / "nbs").glob("*.ipynb"))}
+    if not notebooks:
+        raise ParameterError(f"there are no notebooks in {root / 'nbs'}")
     chosen = set()
     for name in names:
         stem = Path(name).stem
@@ -61,13 +68,20 @@ def find_notebooks(
 def notebook_parameters(
     path: Path,  # a notebook
 ) -> dict[str, Any]:  # what its parameters cell leaves behind; empty without one
-    "Run the cell tagged `parameters` by itself, and return its names."
+    "Run the cell tagged `parameters` by itself, and return its names; a `ParameterError` if that fails."
     namespace: dict[str, Any] = {}
-    for cell in nbformat.read(path, as_version=4).cells:
-        if "parameters" in cell.metadata.get("tags", []):
-            exec(
-                compile(cell.source, f"{path.name}, parameters cell", "exec"), namespace
-            )
+    try:
+        for cell in nbformat.read(path, as_version=4).cells:
+            if "parameters" in cell.metadata.get("tags", []):
+                exec(
+                    compile(cell.source, f"{path.name}, parameters cell", "exec"),
+                    namespace,
+                )
+        parameter_model(namespace)
+    except (Exception, SystemExit) as e:
+        raise ParameterError(
+            f"{path.name} can't be read, or its parameters cell fails: {type(e).__name__}: {e}"
+        ) from None
     return namespace
 
 
@@ -156,19 +170,21 @@ class Engine(NBClientEngine):
         **_: Any,
     ) -> None:
         "Run all cells of a notebook in a kernel of its own; what its process says outside cells goes into a dead kernel's message."
-        # Sockets of the file system can't collide with those of another kernel, as TCP ports do.
-        config = (
-            Config() if os.name == "nt" else Config(KernelManager={"transport": "ipc"})
-        )
-        cls.client = Client(
-            nb_man,
-            kernel_name=kernel_name,
-            startup_timeout=start_timeout,
-            timeout=None,
-            config=config,
-        )
-        cls.client.on_cell = on_cell
-        with tempfile.TemporaryFile("w+") as log:
+        with (
+            tempfile.TemporaryDirectory() as sockets,
+            tempfile.TemporaryFile("w+") as log,
+        ):
+            # Sockets in a folder of their own can't collide with those of another kernel, as TCP ports do.
+            ipc = {"transport": "ipc", "ip": f"{sockets}/k"}
+            config = Config() if os.name == "nt" else Config(KernelManager=ipc)
+            cls.client = Client(
+                nb_man,
+                kernel_name=kernel_name,
+                startup_timeout=start_timeout,
+                timeout=None,
+                config=config,
+            )
+            cls.client.on_cell = on_cell
             try:
                 cls.client.execute(stdout=log, stderr=log)
             except KernelDied as e:

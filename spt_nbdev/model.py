@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .runs import check_whole
+
 # %% ../nbs/02_model.ipynb #72bf1f3d
 @dataclass(frozen=True)
 class ModelConfig:
@@ -28,11 +30,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{name} = {value!r} is not allowed: expected a whole number of at least 1"
-                )
+            check_whole(name, getattr(self, name), 1)
         if self.d_model % (2 * self.n_heads):
             raise ValueError(
                 f"d_model = {self.d_model} is not allowed: expected a multiple of 2 * n_heads = {2 * self.n_heads}"
@@ -40,6 +38,10 @@ class ModelConfig:
         if self.head not in ("linear", "mlp"):
             raise ValueError(
                 f"head = {self.head!r} is not allowed: expected 'linear' or 'mlp'"
+            )
+        if not isinstance(self.tied_qkvo_init, bool):
+            raise ValueError(
+                f"tied_qkvo_init = {self.tied_qkvo_init!r} is not allowed: expected True or False"
             )
 
 # %% ../nbs/02_model.ipynb #4e52a71d

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Profile', 'parameter_model', 'explain_errors', 'ParameterError', 'check_parameters', 'own_parameters', 'project_root',
-           'environment', 'save_record', 'load_record']
+           'environment', 'save_record', 'RecordError', 'load_record', 'check_whole', 'check_number']
 
 # %% ../nbs/00_runs.ipynb #1ca39ef6
 import difflib
@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from hashlib import sha256
 from importlib import metadata
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,7 +150,12 @@ def save_record(
 ) -> Path:  # the folder
     "Write a record and its curves, both or neither."
     folder = Path(folder)
-    text = json.dumps(record, indent=1, allow_nan=False)
+    table = curves.to_csv(index=False, float_format="%.6g")
+    text = json.dumps(
+        {**record, "curves": sha256(table.encode()).hexdigest()},
+        indent=1,
+        allow_nan=False,
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}-", dir=folder.parent
@@ -156,23 +163,66 @@ def save_record(
         new = Path(tmp, "new")
         new.mkdir()
         (new / "record.json").write_text(text + "\n")
-        curves.to_csv(new / "curves.csv", index=False, float_format="%.6g")
+        (new / "curves.csv").write_bytes(table.encode())
         if folder.exists():
             os.replace(folder, Path(tmp, "old"))
         os.replace(new, folder)
     return folder
 
 
+class RecordError(ValueError):
+    "A record is missing or damaged; the message says where it is and what to do."
+
+
 def load_record(
     folder: str | Path,  # a folder that `save_record` wrote
 ) -> tuple[dict[str, Any], pd.DataFrame]:  # the record and its curves
-    "Read a record, or say how to make it."
+    "Read a record and check that it is whole, or raise a `RecordError`."
     folder = Path(folder)
     try:
-        return json.loads((folder / "record.json").read_text()), pd.read_csv(
-            folder / "curves.csv"
-        )
+        table = (folder / "curves.csv").read_bytes()
+        record = json.loads((folder / "record.json").read_text())
+        if record["curves"] != sha256(table).hexdigest():
+            raise ValueError(
+                "curves.csv is not the file that record.json was written with"
+            )
     except FileNotFoundError as e:
-        raise FileNotFoundError(
+        raise RecordError(
             f"there is no record in {folder} ({Path(e.filename).name} is missing); run its page to make it"
         ) from None
+    except (ValueError, TypeError, KeyError) as e:
+        raise RecordError(
+            f"the record in {folder} is damaged ({e}); delete it and run its page again"
+        ) from None
+    return record, pd.read_csv(BytesIO(table))
+
+# %% ../nbs/00_runs.ipynb #066539d1
+def check_whole(
+    name: str,  # of the field, for the message
+    value: object,
+    low: int,  # smallest allowed value
+) -> None:
+    "Raise a `ValueError` unless the value is a whole number of at least `low`."
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(
+            f"{name} = {value!r} is not allowed: expected a whole number of at least {low}"
+        )
+
+
+def check_number(
+    name: str,  # of the field, for the message
+    value: object,
+    low: float,
+    high: float,
+    with_low: bool = False,  # `low` itself is allowed
+) -> None:
+    "Raise a `ValueError` unless the value is a number between `low` and `high`, both excluded."
+    fine = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (low < value < high or (with_low and value == low))
+    )
+    if not fine:
+        raise ValueError(
+            f"{name} = {value!r} is not allowed: expected a number {'from' if with_low else 'above'} {low} and below {high}"
+        )

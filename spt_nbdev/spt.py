@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from .data import Task
 from .model import Classifier, Encoder, ModelConfig, Reconstructor
+from .runs import check_number, check_whole
 
 # %% ../nbs/03_spt.ipynb #571c989a
 def mask_steps(
@@ -37,9 +38,12 @@ def masked_loss(
     prediction: Tensor,  # (batch, length, channels)
     target: Tensor,  # (batch, length, channels): the sequence before masking
     mask: Tensor,  # (batch, length) bool, True where hidden
-) -> Tensor:  # scalar: mean squared error over the hidden steps of the batch
+) -> (
+    Tensor
+):  # scalar: mean squared error over the hidden steps of the batch; 0 if none is hidden
     "The reconstruction loss: squared error, averaged over all hidden steps of the batch."
-    return F.mse_loss(prediction[mask], target[mask])
+    squares = (prediction[mask] - target[mask]).square()
+    return squares.sum() / max(1, squares.numel())
 
 # %% ../nbs/03_spt.ipynb #a2f8b401
 @dataclass(frozen=True)
@@ -54,15 +58,9 @@ class Fit:
 
     def __post_init__(self) -> None:
         for name, low in (("epochs", 1), ("batch_size", 1), ("warmup_steps", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < low:
-                raise ValueError(
-                    f"{name} = {value!r} is not allowed: expected a whole number of at least {low}"
-                )
-        if not 0 < self.lr < 1 or not 0 <= self.weight_decay < 1:
-            raise ValueError(
-                f"lr = {self.lr!r}, weight_decay = {self.weight_decay!r}: expected lr above 0, weight_decay from 0, both below 1"
-            )
+            check_whole(name, getattr(self, name), low)
+        check_number("lr", self.lr, 0, 1)
+        check_number("weight_decay", self.weight_decay, 0, 1, with_low=True)
 
 # %% ../nbs/03_spt.ipynb #c5894ff0
 class Trainer:
@@ -85,15 +83,25 @@ class Trainer:
         )
 
     def step(self, loss: Tensor) -> None:
-        "One optimiser step; a loss that is not finite stops the run."
-        if not loss.isfinite():
-            raise FloatingPointError(
-                f"the loss is {loss.item()} at step {self.schedule.last_epoch}; lower lr = {self.fit.lr}"
-            )
+        "One optimiser step; a loss that is not finite raises a `FloatingPointError`."
+        self.check_finite(loss, "the loss")
         self.optimiser.zero_grad()
         loss.backward()
         self.optimiser.step()
         self.schedule.step()
+
+    def check_finite(self, values: Tensor, what: str) -> None:
+        "Stop a run that diverged, by a `FloatingPointError`."
+        if not values.isfinite().all():
+            raise FloatingPointError(
+                f"{what} is not finite after {self.schedule.last_epoch} steps; lower lr = {self.fit.lr}"
+            )
+
+    def end_epoch(self) -> None:
+        "Check that the last step left finite weights."
+        self.check_finite(
+            torch.stack([w.detach().sum() for w in self.model.parameters()]), "a weight"
+        )
 
 # %% ../nbs/03_spt.ipynb #dfa19318
 def seeded(
@@ -117,10 +125,7 @@ def pretrain(
     Encoder, pd.DataFrame
 ]:  # the trained encoder, and one row an epoch: epoch, loss (over hidden steps)
     "Masked self-pretraining on a task's own training sequences (paper: section 2)."
-    if not 0 < mask_ratio < 1:
-        raise ValueError(
-            f"mask_ratio = {mask_ratio!r} is not allowed: expected a number above 0 and below 1"
-        )
+    check_number("mask_ratio", mask_ratio, 0, 1)
     model = seeded(Reconstructor, config, task.channels, task.length, seed=seed)
     trainer = Trainer(model, fit, seed)
     curves = []
@@ -132,6 +137,7 @@ def pretrain(
             loss = masked_loss(model(seen), x, mask)
             trainer.step(loss)
             total += loss.item() * len(batch)
+        trainer.end_epoch()
         curves.append({"epoch": epoch, "loss": total / len(task.x_train)})
     return model.encoder, pd.DataFrame(curves)
 
@@ -140,10 +146,20 @@ def transfer(
     source: Encoder,  # an encoder after self-pretraining, with the mask flag as its last input channel
     target: Encoder,  # an encoder of the same shape without the flag; changed in place
 ) -> None:
-    "Copy a pretrained encoder into a classifier's encoder, without the column of the mask flag."
+    "Copy a pretrained encoder into a classifier's encoder, without the column of the mask flag; other shapes are a `ValueError`."
+    heads = [encoder.blocks[0].attention.n_heads for encoder in (source, target)]
+    if heads[0] != heads[1]:
+        raise ValueError(
+            f"the pretrained encoder has {heads[0]} heads and this one {heads[1]}; pretrain with the same ModelConfig"
+        )
     state = copy.deepcopy(source.state_dict())
     state["embed.weight"] = state["embed.weight"][:, :-1]
-    target.load_state_dict(state)
+    try:
+        target.load_state_dict(state)
+    except RuntimeError as e:
+        raise ValueError(
+            f"the pretrained encoder has another shape; pretrain with the same ModelConfig ({e})"
+        ) from None
 
 # %% ../nbs/03_spt.ipynb #1a144552
 @torch.no_grad()
@@ -183,6 +199,7 @@ def finetune(
             loss = F.cross_entropy(model(task.x_train[batch]), task.y_train[batch])
             trainer.step(loss)
             total += loss.item() * len(batch)
+        trainer.end_epoch()
         train_loss, train_acc = score(model, task.x_train, task.y_train)
         test_loss, test_acc = score(model, task.x_test, task.y_test)
         curves.append(

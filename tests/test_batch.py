@@ -168,7 +168,7 @@ def files(tmp_path: Path) -> Path:
         ("TRAIN", "TEST"), ucr_from_aeon("GunPoint"), strict=True
     ):
         rows = [
-            "\t".join([label, *map(repr, map(float, row))])
+            "\t".join([str(label), *map(repr, map(float, row))])
             for label, row in zip(labels, np.asarray(values), strict=True)
         ]
         (folder / f"GunPoint_{split}.tsv").write_text("\n".join(rows) + "\n")
@@ -207,7 +207,7 @@ BAD_DATA = [
     ),
     (
         lambda f: change_line(f / "GunPoint_TEST.tsv", 4, lambda s: "7" + s[1:]),
-        "label '7' does not occur among the training labels ['1', '2']",
+        "label 7 does not occur among the training labels [1, 2]",
     ),
     (
         lambda f: change_line(
