@@ -7,6 +7,7 @@ __all__ = ['parser', 'reproduce', 'site', 'main']
 
 # %% ../nbs/24_cli.ipynb #0d81f2a2
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -20,8 +21,7 @@ from .runs import ParameterError, Profile, project_root
 def parser() -> argparse.ArgumentParser:
     "The commands and their options."
     p = argparse.ArgumentParser(
-        prog="spt",
-        description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”.",
+        prog="spt", description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”."
     )
     commands = p.add_subparsers(dest="command", required=True)
     reproduce = commands.add_parser(
@@ -29,33 +29,15 @@ def parser() -> argparse.ArgumentParser:
         help="run notebooks, each in a process of its own",
         description="Run notebooks through papermill. The pages go to build/executed/PROFILE, where `spt site` takes them from; with -p they go to build/variants/PROFILE and leave the site's pages alone.",
     )
+    reproduce.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="such as 18_ucr or 18; all by default")
     reproduce.add_argument(
-        "notebooks",
-        nargs="*",
-        metavar="NOTEBOOK",
-        help="such as 18_ucr or 18; all by default",
-    )
-    reproduce.add_argument(
-        "-p",
-        "--parameter",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="a parameter of the notebooks, such as -p dataset ECG200",
+        "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter of the notebooks, such as -p dataset ECG200"
     )
     site = commands.add_parser(
-        "site",
-        help="build the site from executed notebooks",
-        description="Build the site from build/executed/PROFILE; prints the path of the index page.",
+        "site", help="build the site from executed notebooks", description="Build the site from build/executed/PROFILE; prints the path of the index page."
     )
     for command in (reproduce, site):
-        command.add_argument(
-            "--profile",
-            default="smoke",
-            metavar="PROFILE",
-            help=f"the scale of the runs: {', '.join(get_args(Profile))} (default: smoke)",
-        )
+        command.add_argument("--profile", default="smoke", metavar="PROFILE", help=f"the scale of the runs: {', '.join(get_args(Profile))} (default: smoke)")
     return p
 
 # %% ../nbs/24_cli.ipynb #a98c8c2d
@@ -75,19 +57,8 @@ def reproduce(
     failed = 0
     for path, values in plan.items():
         with console.status(path.stem) as status:
-            outcome = run_notebook(
-                path,
-                root / "build",
-                profile,
-                values,
-                lambda i, n, stem=path.stem: status.update(
-                    f"{stem}: cell {i + 1} of {n}"
-                ),
-                variant,
-            )
-        say(
-            f"{path.stem:<12} {'failed' if outcome.error else 'ok':<7}{outcome.seconds:6.1f} s   {outcome.page.relative_to(root)}"
-        )
+            outcome = run_notebook(path, root / "build", profile, values, lambda i, n, stem=path.stem: status.update(f"{stem}: cell {i + 1} of {n}"), variant)
+        say(f"{path.stem:<12} {'failed' if outcome.error else 'ok':<7}{outcome.seconds:6.1f} s   {outcome.page.relative_to(root)}")
         if outcome.error:
             failed += 1
             say(f"  {outcome.error}")
@@ -104,24 +75,21 @@ def site(
     from spt_nbdev.site import build_site
 
     index = build_site(project_root(), profile)
-    console.print(
-        f"The site is at {index}", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"The site is at {index}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 # %% ../nbs/24_cli.ipynb #e49f2985
 def main(
-    argv: Sequence[str]
-    | None = None,  # without the program's name; by default those of the process
+    argv: Sequence[str] | None = None,  # without the program's name; by default those of the process
 ) -> int:  # exit status
     "The `spt` command."
     args = parser().parse_args(argv)
     console = Console()
+    if folder := os.environ.get("SPT_DATA"):  # as seen from here, not from the notebooks' folder
+        os.environ["SPT_DATA"] = os.path.abspath(os.path.expanduser(folder))
     try:
         if args.profile not in get_args(Profile):
-            raise ParameterError(
-                f"there is no profile {args.profile!r}; choose one of {', '.join(get_args(Profile))}"
-            )
+            raise ParameterError(f"there is no profile {args.profile!r}; choose one of {', '.join(get_args(Profile))}")
         if args.command == "site":
             return site(args.profile, console)
         parameters = dict(args.parameter)
@@ -131,6 +99,9 @@ def main(
     except ParameterError as e:
         print(f"spt: {e}", file=sys.stderr)
         return 2
-    except (FileNotFoundError, RuntimeError, ValueError, KeyError) as e:
+    except (OSError, RuntimeError, ValueError, KeyError) as e:
         print(f"spt: {e.args[0] if isinstance(e, KeyError) else e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("spt: stopped", file=sys.stderr)
+        return 130

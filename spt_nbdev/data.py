@@ -36,27 +36,15 @@ class Task:
     n_classes: int
 
     def __post_init__(self) -> None:
-        for split, x, y in (
-            ("training", self.x_train, self.y_train),
-            ("test", self.x_test, self.y_test),
-        ):
-            if (
-                x.ndim != 3
-                or x.shape[1:] != self.x_train.shape[1:]
-                or y.shape != x.shape[:1]
-                or not len(x)
-            ):
+        for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
+            if x.ndim != 3 or x.shape[1:] != self.x_train.shape[1:] or y.shape != x.shape[:1] or not len(x):
                 raise DataError(
                     f"{self.name}, {split} split: shapes {tuple(x.shape)} and {tuple(y.shape)} don't fit: expected (n, length, channels) and (n,), n at least 1"
                 )
             if not x.isfinite().all():
-                raise DataError(
-                    f"{self.name}, {split} split: a value is not finite; clean the data first"
-                )
+                raise DataError(f"{self.name}, {split} split: a value is not finite; clean the data first")
             if y.dtype != torch.int64 or not ((y >= 0) & (y < self.n_classes)).all():
-                raise DataError(
-                    f"{self.name}, {split} split: expected int64 labels from 0 to {self.n_classes - 1}"
-                )
+                raise DataError(f"{self.name}, {split} split: expected int64 labels from 0 to {self.n_classes - 1}")
 
     @property
     def length(self) -> int:
@@ -77,24 +65,13 @@ def fold(
 ) -> Task:  # a task made of training sequences only; its test split is part `k`
     "Hold out one stratified part of the training split as the test split."
     if not 2 <= n_folds <= len(task.y_train) or not 0 <= k < n_folds:
-        raise ValueError(
-            f"k = {k}, n_folds = {n_folds}: expected n_folds from 2 to {len(task.y_train)}, the number of sequences, and k from 0 to n_folds - 1"
-        )
-    shuffled = torch.randperm(
-        len(task.y_train), generator=torch.Generator().manual_seed(seed)
-    )
+        raise ValueError(f"k = {k}, n_folds = {n_folds}: expected n_folds from 2 to {len(task.y_train)}, the number of sequences, and k from 0 to n_folds - 1")
+    shuffled = torch.randperm(len(task.y_train), generator=torch.Generator().manual_seed(seed))
     by_class = shuffled[torch.sort(task.y_train[shuffled], stable=True).indices]
     held_out = torch.zeros(len(by_class), dtype=torch.bool)
     held_out[by_class[k::n_folds]] = True
     x, y = task.x_train, task.y_train
-    return Task(
-        f"{task.name} fold {k + 1}/{n_folds}",
-        x[~held_out],
-        y[~held_out],
-        x[held_out],
-        y[held_out],
-        task.n_classes,
-    )
+    return Task(f"{task.name} fold {k + 1}/{n_folds}", x[~held_out], y[~held_out], x[held_out], y[held_out], task.n_classes)
 
 # %% ../nbs/01_data.ipynb #08889a85
 UCRName = Literal["GunPoint", "GunPointAgeSpan", "ECG200", "ECGFiveDays"]
@@ -118,9 +95,7 @@ UCR: dict[str, UCRFacts] = {
 }
 
 # %% ../nbs/01_data.ipynb #f2e9270f
-Split = tuple[
-    np.ndarray, np.ndarray
-]  # labels (n,) int64 and values (n, length) float64
+Split = tuple[np.ndarray, np.ndarray]  # labels (n,) int64 and values (n, length) float64
 
 
 def read_tsv(
@@ -129,44 +104,33 @@ def read_tsv(
     "Read one split of a UCR set, or raise a `DataError` that names the line."
     path = Path(path)
     if not path.is_file():
-        raise DataError(
-            f"there is no file {path}; download the set from the UCR archive, or unset SPT_DATA to let aeon fetch it"
-        )
+        raise DataError(f"there is no file {path}; download the set from the UCR archive, or unset SPT_DATA to let aeon fetch it")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
-        raise DataError(
-            f"{path} is not a text file; unpack it, or replace it with the original"
-        ) from None
+        raise DataError(f"{path} is not a text file; unpack it, or replace it with the original") from None
     rows = [(n, line.split("\t")) for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise DataError(f"{path} is empty; replace it with the original file")
     length = len(rows[0][1])
     if length < 2:
-        raise DataError(
-            f"{path}, line {rows[0][0]}: no tab in it; expected a label and values, separated by tabs, as in the UCR archive of 2018"
-        )
+        raise DataError(f"{path}, line {rows[0][0]}: no tab in it; expected a label and values, separated by tabs, as in the UCR archive of 2018")
     table = np.empty((len(rows), length))
     for i, (n, row) in enumerate(rows):
         if len(row) != length:
-            raise DataError(
-                f"{path}, line {n}: {len(row) - 1} values where the first line has {length - 1}; the file is cut off or damaged"
-            )
+            raise DataError(f"{path}, line {n}: {len(row) - 1} values where the first line has {length - 1}; the file is cut off or damaged")
         try:
             table[i] = [float(v) for v in row]
         except ValueError as e:
             raise DataError(f"{path}, line {n}: {e}; the file is damaged") from None
         if not table[i, 0].is_integer():
-            raise DataError(
-                f"{path}, line {n}: the label {row[0]!r} is not a whole number; the file is damaged"
-            )
+            raise DataError(f"{path}, line {n}: the label {row[0]!r} is not a whole number; the file is damaged")
     return table[:, 0].astype(np.int64), table[:, 1:]
 
 # %% ../nbs/01_data.ipynb #6ac4c999
 def ucr_files(
     name: str,  # the set's name
-    folder: str
-    | Path,  # a folder of UCR files, of UCR sets, or with a folder `ucr` in it
+    folder: str | Path,  # a folder of UCR files, of UCR sets, or with a folder `ucr` in it
 ) -> tuple[Path, Path]:  # the training and the test file
     "Find a UCR set in a folder that the user named, or raise a `DataError` that lists where it looked."
     folder = Path(folder).expanduser()
@@ -174,14 +138,10 @@ def ucr_files(
         raise DataError(f"SPT_DATA names {folder}, which is not a folder")
     homes = [folder, folder / name, folder / "ucr", folder / "ucr" / name]
     for home in homes:
-        if (train := home / f"{name}_TRAIN.tsv").exists() or (
-            home / f"{name}_TEST.tsv"
-        ).exists():
+        if (train := home / f"{name}_TRAIN.tsv").exists() or (home / f"{name}_TEST.tsv").exists():
             return train, home / f"{name}_TEST.tsv"
     looked = ", ".join(str(h) for h in homes)
-    raise DataError(
-        f"no {name}_TRAIN.tsv in {looked}; put the UCR files there, or unset SPT_DATA to let aeon fetch them"
-    )
+    raise DataError(f"no {name}_TRAIN.tsv in {looked}; put the UCR files there, or unset SPT_DATA to let aeon fetch them")
 
 # %% ../nbs/01_data.ipynb #a85c79a5
 def read_aeon(
@@ -192,14 +152,8 @@ def read_aeon(
     from aeon.datasets import load_classification
 
     where = None if folder is None else str(folder)
-    splits = [
-        load_classification(name, split=s, extract_path=where)
-        for s in ("train", "test")
-    ]
-    return [
-        (np.asarray(y, dtype=np.float64).astype(np.int64), np.asarray(x)[:, 0])
-        for x, y in splits
-    ]
+    splits = [load_classification(name, split=s, extract_path=where) for s in ("train", "test")]
+    return [(np.asarray(y, dtype=np.float64).astype(np.int64), np.asarray(x)[:, 0]) for x, y in splits]
 
 # %% ../nbs/01_data.ipynb #7e77697a
 def ucr_digest(
@@ -220,34 +174,24 @@ def check_ucr(
     "Raise a `DataError` unless these are the published training and test splits."
     facts = UCR[name]
     known = set(splits[0][0].tolist())
-    for split, n, (labels, values) in zip(
-        ("training", "test"), (facts.n_train, facts.n_test), splits, strict=True
-    ):
+    for split, n, (labels, values) in zip(("training", "test"), (facts.n_train, facts.n_test), splits, strict=True):
         if values.shape != (n, facts.length):
             raise DataError(
                 f"{name}, {split} split: {values.shape[0]} series of length {values.shape[1]} where {n} of length {facts.length} are expected; the file is cut off or of another set"
             )
         if not np.isfinite(values).all():
             i, t = np.argwhere(~np.isfinite(values))[0]
-            raise DataError(
-                f"{name}, {split} split: series {i + 1} holds {values[i, t]} at step {t + 1}; replace the file with the original"
-            )
+            raise DataError(f"{name}, {split} split: series {i + 1} holds {values[i, t]} at step {t + 1}; replace the file with the original")
         if new := set(labels.tolist()) - known:
-            raise DataError(
-                f"{name}, {split} split: label {min(new)} does not occur among the training labels {sorted(known)}"
-            )
+            raise DataError(f"{name}, {split} split: label {min(new)} does not occur among the training labels {sorted(known)}")
     if (found := ucr_digest(splits)) != facts.digest:
-        raise DataError(
-            f"{name}: the values differ from the published set (digest {found}, expected {facts.digest}); replace the files with the original ones"
-        )
+        raise DataError(f"{name}: the values differ from the published set (digest {found}, expected {facts.digest}); replace the files with the original ones")
     return splits
 
 # %% ../nbs/01_data.ipynb #08d1f84d
 def ucr_from_aeon(
     name: str,  # the set's name
-    cache: str
-    | Path
-    | None = None,  # where downloads are kept; the user's cache folder by default
+    cache: str | Path | None = None,  # where downloads are kept; the user's cache folder by default
 ) -> list[Split]:  # training and test split, checked
     "A UCR set through aeon: bundled, cached, or downloaded once; a `DataError` says what to do if it can't be had."
     if name == "GunPoint":
@@ -259,9 +203,7 @@ def ucr_from_aeon(
         try:
             return check_ucr(name, read_aeon(name, home))
         except Exception as e:
-            raise DataError(
-                f"the cached copy of {name} is damaged ({e}); delete {home / name} and try again"
-            ) from None
+            raise DataError(f"the cached copy of {name} is damaged ({e}); delete {home / name} and try again") from None
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as tmp:
         try:
@@ -277,31 +219,18 @@ def ucr_from_aeon(
 # %% ../nbs/01_data.ipynb #e18bd336
 def load_ucr(
     name: UCRName,  # one of the four sets of the paper's Table 6
-    folder: str
-    | Path
-    | None = None,  # a folder with the UCR files; by default the one that `SPT_DATA` names, else aeon
+    folder: str | Path | None = None,  # a folder with the UCR files; by default the one that `SPT_DATA` names, else aeon
     normalise: bool = True,  # each series to mean 0 and variance 1
 ) -> Task:  # one channel, two classes
     "Load a UCR set as a task, from a folder or through aeon, checked (paper: Table 6, appendix B.1)."
     if name not in UCR:
-        raise DataError(
-            f"there is no UCR set {name!r} here; choose one of {', '.join(UCR)}"
-        )
+        raise DataError(f"there is no UCR set {name!r} here; choose one of {', '.join(UCR)}")
     folder = folder or os.environ.get("SPT_DATA")
-    splits = (
-        check_ucr(name, [read_tsv(f) for f in ucr_files(name, folder)])
-        if folder
-        else ucr_from_aeon(name)
-    )
+    splits = check_ucr(name, [read_tsv(f) for f in ucr_files(name, folder)]) if folder else ucr_from_aeon(name)
     classes = np.unique(splits[0][0])
     tensors = []
     for labels, values in splits:
         if normalise:
-            values = (values - values.mean(1, keepdims=True)) / values.std(
-                1, keepdims=True
-            )
-        tensors += [
-            torch.tensor(values, dtype=torch.float32)[..., None],
-            torch.from_numpy(np.searchsorted(classes, labels)),
-        ]
+            values = (values - values.mean(1, keepdims=True)) / values.std(1, keepdims=True)
+        tensors += [torch.tensor(values, dtype=torch.float32)[..., None], torch.from_numpy(np.searchsorted(classes, labels))]
     return Task(name, *tensors, n_classes=len(classes))

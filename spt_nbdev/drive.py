@@ -24,25 +24,14 @@ from nbclient.exceptions import DeadKernelError
 from nbformat import NotebookNode
 from papermill import PapermillExecutionError, execute_notebook
 from papermill.clientwrap import PapermillNotebookClient
-from papermill.engines import (
-    NBClientEngine,
-    NotebookExecutionManager,
-    papermill_engines,
-)
+from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
 from traitlets.config import Config
 
-from spt_nbdev.runs import (
-    ParameterError,
-    check_parameters,
-    parameter_model,
-    project_root,
-)
+from .runs import ParameterError, check_parameters, parameter_model, project_root
 
 # %% ../nbs/20_drive.ipynb #40a5876d
 def find_notebooks(
-    names: Sequence[
-        str
-    ],  # such as `18_ucr`, `18` or `nbs/18_ucr.ipynb`; none means all
+    names: Sequence[str],  # such as `18_ucr`, `18` or `nbs/18_ucr.ipynb`; none means all
     root: Path,  # the checkout
 ) -> list[Path]:  # in the order of their numbers, each once
     "The notebooks with these names, or a `ParameterError` that names the nearest."
@@ -55,11 +44,7 @@ def find_notebooks(
         matches = [s for s in notebooks if s == stem or s.partition("_")[0] == stem]
         if not matches:
             near = difflib.get_close_matches(stem, notebooks, n=1, cutoff=0.4)
-            hint = (
-                f"did you mean {near[0]}?"
-                if near
-                else f"there are {', '.join(notebooks)}"
-            )
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(notebooks)}"
             raise ParameterError(f"there is no notebook {name!r}; {hint}")
         chosen |= set(matches)
     return [p for s, p in notebooks.items() if not names or s in chosen]
@@ -73,15 +58,10 @@ def notebook_parameters(
     try:
         for cell in nbformat.read(path, as_version=4).cells:
             if "parameters" in cell.metadata.get("tags", []):
-                exec(
-                    compile(cell.source, f"{path.name}, parameters cell", "exec"),
-                    namespace,
-                )
+                exec(compile(cell.source, f"{path.name}, parameters cell", "exec"), namespace)
         parameter_model(namespace)
     except (Exception, SystemExit) as e:
-        raise ParameterError(
-            f"{path.name} can't be read, or its parameters cell fails: {type(e).__name__}: {e}"
-        ) from None
+        raise ParameterError(f"{path.name} can't be read, or its parameters cell fails: {type(e).__name__}: {e}") from None
     return namespace
 
 
@@ -104,14 +84,8 @@ def plan_parameters(
         known |= names
     for name in given.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"there are {', '.join(sorted(known))}"
-        )
-        raise ParameterError(
-            f"there is no parameter {name!r} in {', '.join(p.stem for p in notebooks)}; {hint}"
-        )
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+        raise ParameterError(f"there is no parameter {name!r} in {', '.join(p.stem for p in notebooks)}; {hint}")
     return plan
 
 # %% ../nbs/20_drive.ipynb #5a7137cb
@@ -120,8 +94,7 @@ class KernelDied(RuntimeError):
 
 
 def death_notice(
-    code: int
-    | None,  # the exit status of a process: negative for a signal, None if not known
+    code: int | None,  # the exit status of a process: negative for a signal, None if not known
 ) -> str:  # such as "the kernel was killed by SIGKILL (out of memory?)"
     "How a kernel process ended, in words."
     if code is None:
@@ -135,14 +108,10 @@ def death_notice(
 class Client(PapermillNotebookClient):
     "papermill's client, which also reports progress and says how a kernel died."
 
-    on_cell: Callable[
-        [int, int], None
-    ]  # called with the index of the cell that starts, and the number of cells
+    on_cell: Callable[[int, int], None]  # called with the index of the cell that starts, and the number of cells
     running: int = 0  # index of the cell that started last
 
-    def execute_cell(
-        self, cell: NotebookNode, cell_index: int, **kwargs: Any
-    ) -> NotebookNode:
+    def execute_cell(self, cell: NotebookNode, cell_index: int, **kwargs: Any) -> NotebookNode:
         "Run one cell."
         self.running = cell_index
         self.on_cell(cell_index, len(self.nb.cells))
@@ -150,9 +119,7 @@ class Client(PapermillNotebookClient):
             return super().execute_cell(cell, cell_index, **kwargs)
         except DeadKernelError:
             process = getattr(self.km.provisioner, "process", None)
-            raise KernelDied(
-                death_notice(process.poll() if process else None)
-            ) from None
+            raise KernelDied(death_notice(process.poll() if process else None)) from None
 
 
 class Engine(NBClientEngine):
@@ -170,30 +137,17 @@ class Engine(NBClientEngine):
         **_: Any,
     ) -> None:
         "Run all cells of a notebook in a kernel of its own; what its process says outside cells goes into a dead kernel's message."
-        with (
-            tempfile.TemporaryDirectory() as sockets,
-            tempfile.TemporaryFile("w+") as log,
-        ):
+        with tempfile.TemporaryDirectory() as sockets, tempfile.TemporaryFile("w+") as log:
             # Sockets in a folder of their own can't collide with those of another kernel, as TCP ports do.
             ipc = {"transport": "ipc", "ip": f"{sockets}/k"}
             config = Config() if os.name == "nt" else Config(KernelManager=ipc)
-            cls.client = Client(
-                nb_man,
-                kernel_name=kernel_name,
-                startup_timeout=start_timeout,
-                timeout=None,
-                config=config,
-            )
+            cls.client = Client(nb_man, kernel_name=kernel_name, startup_timeout=start_timeout, timeout=None, config=config)
             cls.client.on_cell = on_cell
             try:
                 cls.client.execute(stdout=log, stderr=log)
             except KernelDied as e:
                 log.seek(0)
-                last = [
-                    line
-                    for line in log.read().splitlines()
-                    if line and not line.startswith("[IPKernelApp]")
-                ][-5:]
+                last = [line for line in log.read().splitlines() if line and not line.startswith("[IPKernelApp]")][-5:]
                 raise KernelDied("\n  ".join([str(e), *last])) from None
 
 
@@ -215,11 +169,7 @@ def where(
     index: int,  # from 0
 ) -> str:  # such as "cell 12 (`x = 1`)"
     "Name a cell by its number and its first line of code."
-    lines = [
-        line
-        for line in cell.source.splitlines()
-        if line.strip() and not line.startswith("#|")
-    ]
+    lines = [line for line in cell.source.splitlines() if line.strip() and not line.startswith("#|")]
     return f"cell {index + 1} (`{lines[0]}`)" if lines else f"cell {index + 1}"
 
 
@@ -227,23 +177,13 @@ def execute(
     path: Path,  # a notebook
     page: Path,  # where the executed copy goes; written for failures too
     parameters: Mapping[str, Any],
-    on_cell: Callable[[int, int], None] = lambda index, n: (
-        None
-    ),  # progress: index of the cell, number of cells
+    on_cell: Callable[[int, int], None] = lambda index, n: None,  # progress: index of the cell, number of cells
 ) -> str | None:  # None if every cell ran; otherwise the cell and the cause
     "Run one notebook through papermill, from its own folder."
     page.parent.mkdir(parents=True, exist_ok=True)
     try:
         nb = execute_notebook(
-            path,
-            page,
-            dict(parameters),
-            engine_name="spt",
-            kernel_name="python3",
-            language="python",
-            cwd=path.parent,
-            progress_bar=False,
-            on_cell=on_cell,
+            path, page, dict(parameters), engine_name="spt", kernel_name="python3", language="python", cwd=path.parent, progress_bar=False, on_cell=on_cell
         )
     except PapermillExecutionError as e:
         source = nbformat.from_dict({"source": e.source})
@@ -254,14 +194,8 @@ def execute(
     except Exception as e:  # whatever papermill raises before a kernel runs must not stop the other notebooks
         return f"could not be run: {type(e).__name__}: {e}"
     for i, cell in enumerate(nb.cells):
-        if (
-            cell.cell_type == "code"
-            and cell.source.strip()
-            and cell.execution_count is None
-        ):
-            return (
-                f"{where(cell, i)} was never run: a cell before it ended the notebook"
-            )
+        if cell.cell_type == "code" and cell.source.strip() and cell.execution_count is None:
+            return f"{where(cell, i)} was never run: a cell before it ended the notebook"
     return None
 
 
@@ -275,15 +209,8 @@ def run_notebook(
 ) -> Outcome:
     "Run one notebook and put its page where it belongs."
     start = time.perf_counter()
-    name = (
-        re.sub(r"[^\w.,=-]+", "_", f"{path.stem},{variant}.ipynb")
-        if variant
-        else path.name
-    )
-    done, failed = (
-        build / kind / profile / name
-        for kind in ("variants" if variant else "executed", "failed")
-    )
+    name = re.sub(r"[^\w.,=-]+", "_", f"{path.stem},{variant}.ipynb") if variant else path.name
+    done, failed = (build / kind / profile / name for kind in ("variants" if variant else "executed", "failed"))
     draft = build / "drafts" / f"{profile}-{os.getpid()}" / name
     draft.unlink(missing_ok=True)
     error = execute(path, draft, parameters, on_cell)

@@ -32,25 +32,17 @@ class ModelConfig:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
             check_whole(name, getattr(self, name), 1)
         if self.d_model % (2 * self.n_heads):
-            raise ValueError(
-                f"d_model = {self.d_model} is not allowed: expected a multiple of 2 * n_heads = {2 * self.n_heads}"
-            )
+            raise ValueError(f"d_model = {self.d_model} is not allowed: expected a multiple of 2 * n_heads = {2 * self.n_heads}")
         if self.head not in ("linear", "mlp"):
-            raise ValueError(
-                f"head = {self.head!r} is not allowed: expected 'linear' or 'mlp'"
-            )
+            raise ValueError(f"head = {self.head!r} is not allowed: expected 'linear' or 'mlp'")
         if not isinstance(self.tied_qkvo_init, bool):
-            raise ValueError(
-                f"tied_qkvo_init = {self.tied_qkvo_init!r} is not allowed: expected True or False"
-            )
+            raise ValueError(f"tied_qkvo_init = {self.tied_qkvo_init!r} is not allowed: expected True or False")
 
 # %% ../nbs/02_model.ipynb #4e52a71d
 def sinusoids(
     length: int,  # number of positions
     d_model: int,  # width, even
-) -> (
-    Tensor
-):  # (length, d_model) float32: sines in the even columns, cosines in the odd ones
+) -> Tensor:  # (length, d_model) float32: sines in the even columns, cosines in the odd ones
     "Sinusoidal positions (Vaswani et al. 2017, section 3.5)."
     rate = torch.exp(torch.arange(0, d_model, 2) * (-math.log(10000.0) / d_model))
     angle = torch.arange(length)[:, None] * rate
@@ -60,12 +52,10 @@ def sinusoids(
 class Attention(nn.Module):
     "Multi-head softmax attention over the whole sequence, with biases and without a mask."
 
-    def __init__(self, d_model: int, n_heads: int, tied_init: bool = True):
+    def __init__(self, d_model: int, n_heads: int, tied_init: bool = True) -> None:
         super().__init__()
         self.n_heads = n_heads
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(d_model, d_model) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
         if tied_init:
             for linear in (self.key, self.value, self.out):
                 linear.load_state_dict(self.query.state_dict())
@@ -76,12 +66,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         "Mix the steps of (batch, length, d_model)."
-        q, k, v = (
-            self.heads(linear, x) for linear in (self.query, self.key, self.value)
-        )
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        )
+        q, k, v = (self.heads(linear, x) for linear in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def maps(self, x: Tensor) -> Tensor:
         "The attention weights, (batch, n_heads, length, length); each row sums to 1."
@@ -92,18 +78,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     "Attention, then an MLP with exact GELU; a LayerNorm in front of each, a residual around each."
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.d_model)
-        self.attention = Attention(
-            config.d_model, config.n_heads, config.tied_qkvo_init
-        )
+        self.attention = Attention(config.d_model, config.n_heads, config.tied_qkvo_init)
         self.mlp_norm = nn.LayerNorm(config.d_model)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.d_model, config.d_ff),
-            nn.GELU(),
-            nn.Linear(config.d_ff, config.d_model),
-        )
+        self.mlp = nn.Sequential(nn.Linear(config.d_model, config.d_ff), nn.GELU(), nn.Linear(config.d_ff, config.d_model))
 
     def forward(self, x: Tensor) -> Tensor:
         "(batch, length, d_model) in and out."
@@ -114,12 +94,10 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     "From numbers to vectors: linear embedding, sinusoids, blocks, final LayerNorm."
 
-    def __init__(self, config: ModelConfig, channels: int, length: int):
+    def __init__(self, config: ModelConfig, channels: int, length: int) -> None:
         super().__init__()
         self.embed = nn.Linear(channels, config.d_model)
-        self.register_buffer(
-            "positions", sinusoids(length, config.d_model), persistent=False
-        )
+        self.register_buffer("positions", sinusoids(length, config.d_model), persistent=False)
         self.blocks = nn.Sequential(*(Block(config) for _ in range(config.n_layers)))
         self.norm = nn.LayerNorm(config.d_model)
 
@@ -131,7 +109,7 @@ class Encoder(nn.Module):
 class Reconstructor(nn.Module):
     "An encoder with a linear head that predicts the value of each step; its input carries one more channel, the mask flag."
 
-    def __init__(self, config: ModelConfig, channels: int, length: int):
+    def __init__(self, config: ModelConfig, channels: int, length: int) -> None:
         super().__init__()
         self.encoder = Encoder(config, channels + 1, length)
         self.head = nn.Linear(config.d_model, channels)
@@ -144,15 +122,11 @@ class Reconstructor(nn.Module):
 class Classifier(nn.Module):
     "An encoder with a head on the mean over steps: one linear map, or an MLP with ReLU."
 
-    def __init__(self, config: ModelConfig, channels: int, length: int, n_classes: int):
+    def __init__(self, config: ModelConfig, channels: int, length: int, n_classes: int) -> None:
         super().__init__()
         self.encoder = Encoder(config, channels, length)
         last = nn.Linear(config.d_model, n_classes)
-        hidden = (
-            [nn.Linear(config.d_model, config.d_model), nn.ReLU()]
-            if config.head == "mlp"
-            else []
-        )
+        hidden = [nn.Linear(config.d_model, config.d_model), nn.ReLU()] if config.head == "mlp" else []
         self.head = nn.Sequential(*hidden, last)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,15 +23,8 @@ PALETTE = {"scratch": "#d55e00", "SPT": "#0072b2", "scratch, SPT's lr": "#e69f00
 
 def use_style() -> None:
     "Set the plot style of the pages."
-    sns.set_theme(
-        context="notebook", style="whitegrid", palette="colorblind", font_scale=0.9
-    )
-    plt.rcParams |= {
-        "figure.dpi": 110,
-        "figure.facecolor": "white",
-        "savefig.bbox": "tight",
-        "axes.titlesize": "medium",
-    }
+    sns.set_theme(context="notebook", style="whitegrid", palette="colorblind", font_scale=0.9)
+    plt.rcParams |= {"figure.dpi": 110, "figure.facecolor": "white", "savefig.bbox": "tight", "axes.titlesize": "medium"}
 
 # %% ../nbs/00_page.ipynb #52bc8db8
 def markdown_table(
@@ -58,11 +51,7 @@ def mean_std(
     if values.size == 0:
         raise ValueError("no values to average: expected at least one")
     mean = f"{values.mean():.{digits}f}".replace("-", "−")
-    return (
-        mean
-        if values.size == 1
-        else f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{values.std(ddof=1):.{digits}f}"
-    )
+    return mean if values.size == 1 else f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{values.std(ddof=1):.{digits}f}"
 
 # %% ../nbs/00_page.ipynb #6b0403bb
 @dataclass(frozen=True)
@@ -85,18 +74,9 @@ class Box:
 
 # %% ../nbs/00_page.ipynb #641d928f
 CLAIMS = {
-    "smoke": (
-        "A smoke run",
-        "tiny budgets, to show that everything runs. Its numbers mean nothing.",
-    ),
-    "laptop": (
-        "A laptop run",
-        "made on two CPU cores. It may show that an effect exists.",
-    ),
-    "paper": (
-        "A paper-budget run",
-        "at the paper's own budget. It may be held against the paper's numbers.",
-    ),
+    "smoke": ("A smoke run", "tiny budgets, to show that everything runs. Its numbers mean nothing."),
+    "laptop": ("A laptop run", "made on two CPU cores. It may show that an effect exists."),
+    "paper": ("A paper-budget run", "at the paper's own budget. It may be held against the paper's numbers."),
 }
 
 
@@ -106,18 +86,12 @@ def badge(
 ) -> Box:
     "The box that says at which scale a page was run."
     title, claim = CLAIMS[profile]
-    return Box(
-        title,
-        f"Profile `{profile}`: {claim} {note}".rstrip(),
-        "warning" if profile == "smoke" else "note",
-    )
+    return Box(title, f"Profile `{profile}`: {claim} {note}".rstrip(), "warning" if profile == "smoke" else "note")
 
 # %% ../nbs/00_page.ipynb #af960c48
 def provenance(
     facts: dict[str, object],  # what to list: seeds, time, versions, commit, device
 ) -> Box:  # folded, with one line a fact
     "A folded list of what a result rests on."
-    lines = "\n".join(
-        f"- {k}: {'unknown' if v is None else v}" for k, v in facts.items()
-    )
+    lines = "\n".join(f"- {k}: {'unknown' if v is None else v}" for k, v in facts.items())
     return Box("Where these numbers come from", lines, folded=True)

@@ -21,17 +21,11 @@ class Printed:
     task: str
     condition: str
     mean: float  # accuracy, from 0 to 1
-    std: (
-        float | None
-    )  # standard deviation over seeds; None where the paper prints one seed
+    std: float | None  # standard deviation over seeds; None where the paper prints one seed
     n_seeds: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.mean:.3f}"
-            if self.std is None
-            else f"{self.mean:.3f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{self.std:.3f}"
-        )
+        return f"{self.mean:.3f}" if self.std is None else f"{self.mean:.3f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{self.std:.3f}"
 
 # %% ../nbs/07_paper.ipynb #f3a0a176
 TABLE_6 = [
@@ -57,9 +51,7 @@ def printed(
         return rows[table, task, condition]
     except KeyError:
         known = "; ".join(f"Table {t}, {k}, {c}" for t, k, c in rows)
-        raise KeyError(
-            f"the paper prints no number for Table {table}, {task}, {condition}; there is: {known}"
-        ) from None
+        raise KeyError(f"the paper prints no number for Table {table}, {task}, {condition}; there is: {known}") from None
 
 # %% ../nbs/07_paper.ipynb #9bd87870
 @dataclass(frozen=True)
@@ -88,9 +80,7 @@ def paired_gain(
 ) -> Gain:
     "How much one condition is ahead of another, seed by seed."
     if len(better) != len(baseline) or not len(better):
-        raise ValueError(
-            f"{len(better)} and {len(baseline)} values: expected one a seed for both, and at least one seed"
-        )
+        raise ValueError(f"{len(better)} and {len(baseline)} values: expected one a seed for both, and at least one seed")
     difference = np.subtract(better, baseline)
     n, mean = len(difference), float(difference.mean())
     if n == 1:

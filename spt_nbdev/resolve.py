@@ -20,17 +20,12 @@ from .runs import project_root
 from .stage import join_cell, split_cell
 
 # %% ../nbs/22_resolve.ipynb #79de9dfe
-CODE_OR_MATHS = re.compile(
-    r"(^```.*?^```[^\n]*$|`[^`\n]+`|\$\$.*?\$\$|(?<![\\$])\$[^$\n]+\$)", re.S | re.M
-)
+CODE_OR_MATHS = re.compile(r"(^```.*?^```[^\n]*$|`[^`\n]+`|\$\$.*?\$\$|(?<![\\$])\$[^$\n]+\$)", re.S | re.M)
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
     "Apply a change to Markdown, but not to its code and maths."
-    return "".join(
-        part if i % 2 else change(part)
-        for i, part in enumerate(CODE_OR_MATHS.split(text))
-    )
+    return "".join(part if i % 2 else change(part) for i, part in enumerate(CODE_OR_MATHS.split(text)))
 
 # %% ../nbs/22_resolve.ipynb #843c8b4b
 KINDS = {"fig": "Figure", "tbl": "Table", "eq": "Equation"}
@@ -45,18 +40,12 @@ def number_labels(
     labels = []
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            labels += [
-                m[m.lastindex]
-                for pattern in (EQUATION, TABLE)
-                for m in pattern.finditer(cell.source)
-            ]
+            labels += [m[m.lastindex] for pattern in (EQUATION, TABLE) for m in pattern.finditer(cell.source)]
         elif cell.cell_type == "code":
             label = str(split_cell(cell.source)[1].get("label", ""))
             labels += [label] if label.split("-")[0] in KINDS else []
     if twice := {label for label in labels if labels.count(label) > 1}:
-        raise ValueError(
-            f"the label {min(twice)} is used twice on one page; give each figure, table and equation its own"
-        )
+        raise ValueError(f"the label {min(twice)} is used twice on one page; give each figure, table and equation its own")
     count = dict.fromkeys(KINDS, 0)
     numbers = {}
     for label in labels:
@@ -68,10 +57,7 @@ def number_labels(
 # %% ../nbs/22_resolve.ipynb #d9cf7249
 def surnames(entry: Entry) -> list[str]:
     "The authors' last names, with their particles."
-    return [
-        re.sub(r"[{}]", "", " ".join([*p.prelast_names, *p.last_names]))
-        for p in entry.persons["author"]
-    ]
+    return [re.sub(r"[{}]", "", " ".join([*p.prelast_names, *p.last_names])) for p in entry.persons["author"]]
 
 
 def author_year(
@@ -80,13 +66,7 @@ def author_year(
 ) -> str:
     "The short form of a citation."
     names = surnames(entry)
-    authors = (
-        names[0]
-        if len(names) == 1
-        else " and ".join(names)
-        if len(names) == 2
-        else f"{names[0]} et al."
-    )
+    authors = names[0] if len(names) == 1 else " and ".join(names) if len(names) == 2 else f"{names[0]} et al."
     year = entry.fields["year"]
     return f"{authors}, {year}" if bracketed else f"{authors} ({year})"
 
@@ -103,7 +83,7 @@ def full_entry(entry: Entry) -> str:
 class References:
     "Replaces references on one page by links, and remembers what was cited."
 
-    def __init__(self, numbers: dict[str, int], bibliography: BibliographyData):
+    def __init__(self, numbers: dict[str, int], bibliography: BibliographyData) -> None:
         self.numbers, self.entries = numbers, bibliography.entries
         self.cited: dict[str, None] = {}
 
@@ -112,53 +92,32 @@ class References:
         if key in self.numbers:
             return f"[{KINDS[key.split('-')[0]]} {self.numbers[key]}](#{key})"
         if key not in self.entries:
-            raise KeyError(
-                f"@{key} is neither a label on this page nor in references.bib"
-            )
+            raise KeyError(f"@{key} is neither a label on this page nor in references.bib")
         self.cited[key] = None
         return f"[{author_year(self.entries[key], bracketed)}](#ref-{key})"
 
     def bracket(self, m: re.Match) -> str:
         "A bracket of references, such as `[@a; @b, section 3]`."
         parts = [re.fullmatch(r"\s*@([\w-]+)(.*)", part) for part in m[1].split(";")]
-        return (
-            "("
-            + "; ".join(self.resolve(p[1], bracketed=True) + p[2] for p in parts)
-            + ")"
-            if all(parts)
-            else m[0]
-        )
+        if not all(parts):
+            raise ValueError(f"{m[0]}: expected references such as [@a; @b, section 3], each starting with @")
+        return "(" + "; ".join(self.resolve(p[1], bracketed=True) + p[2] for p in parts) + ")"
 
     def text(self, text: str) -> str:
         "Markdown with its references resolved and its equations numbered."
-        text = EQUATION.sub(
-            lambda m: (
-                f"::: {{#{m[2]}}}\n$$\n{m[1].strip()} \\tag{{{self.numbers[m[2]]}}}\n$$\n:::"
-            ),
-            text,
-        )
+        text = EQUATION.sub(lambda m: f"::: {{#{m[2]}}}\n$$\n{m[1].strip()} \\tag{{{self.numbers[m[2]]}}}\n$$\n:::", text)
 
-        text = TABLE.sub(
-            lambda m: (
-                f"::: {{#{m[3]}}}\n{m[1]}\n: Table {self.numbers[m[3]]}: {m[2]}\n:::"
-            ),
-            text,
-        )
+        text = TABLE.sub(lambda m: f"::: {{#{m[3]}}}\n{m[1]}\n: Table {self.numbers[m[3]]}: {m[2]}\n:::", text)
 
         def change(part: str) -> str:
-            part = re.sub(r"\[(@[^\]\n]+)\](?!\()", self.bracket, part)
-            return re.sub(
-                r"(?<![\w@/\[.])@([A-Za-z][\w-]*)", lambda m: self.resolve(m[1]), part
-            )
+            part = re.sub(r"\[([^\]\n]*(?<![\w.])@[^\]\n]+)\](?!\()", self.bracket, part)
+            return re.sub(r"(?<![\w@/\[.])@([A-Za-z][\w-]*)", lambda m: self.resolve(m[1]), part)
 
         return outside_code(text, change)
 
     def listing(self) -> str:
         "The list of what was cited, as Markdown."
-        items = [
-            f"::: {{#ref-{key}}}\n{full_entry(self.entries[key])}\n:::"
-            for key in sorted(self.cited)
-        ]
+        items = [f"::: {{#ref-{key}}}\n{full_entry(self.entries[key])}\n:::" for key in sorted(self.cited)]
         return "\n\n".join(["## References", *items])
 
 # %% ../nbs/22_resolve.ipynb #82ab8b95
@@ -177,15 +136,16 @@ def resolve_notebook(
             label = options.get("label")
             if label in numbers:
                 kind = label.split("-")[0]
-                caption = f"{KINDS[kind]} {numbers[label]}: {options[f'{kind}-cap']}"
+                plain = options.get(f"{kind}-cap", "")
+                if not plain or re.search(r"[@`$*\[]", plain):
+                    raise ValueError(f"{label}: expected a {kind}-cap in plain text, without references, code, maths or emphasis, not {plain!r}")
+                caption = f"{KINDS[kind]} {numbers[label]}: {plain}"
                 options[f"{kind}-cap"] = caption
                 cell.source = join_cell(options, code)
             for output in cell.outputs:
                 if markdown := output.get("data", {}).get("text/markdown"):
                     # The fallback renderer gives a Markdown table no caption from the cell's options.
-                    tail = (
-                        f"\n\n: {caption}" if label in numbers and kind == "tbl" else ""
-                    )
+                    tail = f"\n\n: {caption}" if label in numbers and kind == "tbl" else ""
                     output.data["text/markdown"] = refs.text(markdown) + tail
     if refs.cited:
         nb.cells.append(new_markdown_cell(refs.listing()))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Profile', 'parameter_model', 'explain_errors', 'ParameterError', 'check_parameters', 'own_parameters', 'project_root',
-           'environment', 'save_record', 'RecordError', 'load_record', 'check_whole', 'check_number']
+           'environment', 'save_record', 'RecordError', 'load_record', 'in_parallel', 'check_whole', 'check_number']
 
 # %% ../nbs/00_runs.ipynb #1ca39ef6
 import difflib
@@ -14,10 +14,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from hashlib import sha256
 from importlib import metadata
 from io import BytesIO
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,23 +31,13 @@ Profile = Literal["smoke", "laptop", "paper"]
 
 # %% ../nbs/00_runs.ipynb #f836fa9a
 def parameter_model(
-    namespace: Mapping[
-        str, Any
-    ],  # the names that a parameters cell leaves behind, `__annotations__` among them
-) -> (
-    type
-):  # a pydantic model with one field for each annotated name; it refuses any other
+    namespace: Mapping[str, Any],  # the names that a parameters cell leaves behind, `__annotations__` among them
+) -> type:  # a pydantic model with one field for each annotated name; it refuses any other
     "The parameters of a page as a pydantic model."
     from pydantic import ConfigDict, create_model
 
-    fields = {
-        k: (t, namespace[k]) for k, t in namespace.get("__annotations__", {}).items()
-    }
-    return create_model(
-        "Parameters",
-        __config__=ConfigDict(extra="forbid", validate_default=True),
-        **fields,
-    )
+    fields = {k: (t, namespace[k]) for k, t in namespace.get("__annotations__", {}).items()}
+    return create_model("Parameters", __config__=ConfigDict(extra="forbid", validate_default=True), **fields)
 
 # %% ../nbs/00_runs.ipynb #beb0db5e
 def explain_errors(
@@ -58,16 +50,10 @@ def explain_errors(
         name = str(e["loc"][0]) if e["loc"] else "parameters"
         if e["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"the page has: {', '.join(known)}"
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"the page has: {', '.join(known)}"
             lines.append(f"there is no parameter {name!r}; {hint}")
         else:
-            lines.append(
-                f"{name} = {e['input']!r} is not allowed: {e['msg'][0].lower()}{e['msg'][1:]}"
-            )
+            lines.append(f"{name} = {e['input']!r} is not allowed: {e['msg'][0].lower()}{e['msg'][1:]}")
     return "\n".join(lines)
 
 # %% ../nbs/00_runs.ipynb #64d76306
@@ -79,9 +65,7 @@ def check_parameters(
     parameters: Mapping[str, Any],  # the values to check, by name
     namespace: Mapping[str, Any],  # what the parameters cell left behind
     strings: bool = False,  # the values are text from a command line, to be read as the annotated type
-) -> dict[
-    str, Any
-]:  # all parameters of the page, the given ones replaced and converted
+) -> dict[str, Any]:  # all parameters of the page, the given ones replaced and converted
     "The page's parameters with the given values, or a `ParameterError` that says what is wrong and what is allowed."
     from pydantic import ValidationError
 
@@ -98,9 +82,7 @@ def own_parameters(
 ) -> dict[str, Any]:  # its parameters, by name
     "Check a page's own parameters, as they stand, or raise a `ParameterError`."
     names = namespace.get("__annotations__", {})
-    return check_parameters(
-        {k: namespace[k] for k in names if k in namespace}, namespace
-    )
+    return check_parameters({k: namespace[k] for k in names if k in namespace}, namespace)
 
 # %% ../nbs/00_runs.ipynb #397fdf40
 def project_root() -> Path:  # the folder with settings.ini, at or above the current one
@@ -109,22 +91,16 @@ def project_root() -> Path:  # the folder with settings.ini, at or above the cur
     for folder in (here, *here.parents):
         if (folder / "settings.ini").exists():
             return folder
-    raise FileNotFoundError(
-        f"no settings.ini at or above {here}; run from inside the project's checkout"
-    )
+    raise FileNotFoundError(f"no settings.ini at or above {here}; run from inside the project's checkout")
 
-# %% ../nbs/00_runs.ipynb #3ba032a6
-def environment() -> dict[
-    str, Any
-]:  # versions, git commit, device and threads, ready for JSON
+# %% ../nbs/00_runs.ipynb #d6ee631a
+def environment(
+    device: str = "cpu",  # where the tensors are: cpu, or cuda with or without a number
+) -> dict[str, Any]:  # versions, git commit, device and threads, ready for JSON
     "Where a run happens: what a reader needs to judge its numbers and its time."
 
     def git(*args: str) -> str | None:
-        done = (
-            subprocess.run(["git", *args], capture_output=True, text=True, check=False)
-            if shutil.which("git")
-            else None
-        )
+        done = subprocess.run(["git", *args], capture_output=True, text=True, check=False) if shutil.which("git") else None
         return done.stdout.strip() if done and done.returncode == 0 else None
 
     changes = git("status", "--porcelain", "--untracked-files=no")
@@ -134,39 +110,35 @@ def environment() -> dict[
         "uncommitted changes": None if changes is None else bool(changes),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{platform.machine()} CPU",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(),
     }
 
 # %% ../nbs/00_runs.ipynb #14a0b6b3
 def save_record(
     folder: str | Path,  # where the record will be; what is there is replaced
-    record: Mapping[
-        str, Any
-    ],  # what was asked for, where it ran (`environment`, taken at its start) and what happened; finite numbers only
+    record: Mapping[str, Any],  # what was asked for, where it ran (`environment`, taken at its start) and what happened; finite numbers only
     curves: pd.DataFrame,  # the numbers, one row an evaluation
 ) -> Path:  # the folder
     "Write a record and its curves, both or neither."
     folder = Path(folder)
     table = curves.to_csv(index=False, float_format="%.6g")
-    text = json.dumps(
-        {**record, "curves": sha256(table.encode()).hexdigest()},
-        indent=1,
-        allow_nan=False,
-    )
+    text = json.dumps({**record, "curves": sha256(table.encode()).hexdigest()}, indent=1, allow_nan=False)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{folder.name}-", dir=folder.parent
-    ) as tmp:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as tmp:
         new = Path(tmp, "new")
         new.mkdir()
         (new / "record.json").write_text(text + "\n")
         (new / "curves.csv").write_bytes(table.encode())
+        old = Path(tmp, "old")
         if folder.exists():
-            os.replace(folder, Path(tmp, "old"))
-        os.replace(new, folder)
+            os.replace(folder, old)
+        try:
+            os.replace(new, folder)
+        except BaseException:
+            if old.exists():
+                os.replace(old, folder)
+            raise
     return folder
 
 
@@ -183,18 +155,22 @@ def load_record(
         table = (folder / "curves.csv").read_bytes()
         record = json.loads((folder / "record.json").read_text())
         if record["curves"] != sha256(table).hexdigest():
-            raise ValueError(
-                "curves.csv is not the file that record.json was written with"
-            )
+            raise ValueError("curves.csv is not the file that record.json was written with")
     except FileNotFoundError as e:
-        raise RecordError(
-            f"there is no record in {folder} ({Path(e.filename).name} is missing); run its page to make it"
-        ) from None
+        raise RecordError(f"there is no record in {folder} ({Path(e.filename).name} is missing); run its page to make it") from None
     except (ValueError, TypeError, KeyError) as e:
-        raise RecordError(
-            f"the record in {folder} is damaged ({e}); delete it and run its page again"
-        ) from None
+        raise RecordError(f"the record in {folder} is damaged ({e}); delete it and run its page again") from None
     return record, pd.read_csv(BytesIO(table))
+
+# %% ../nbs/00_runs.ipynb #61a52c3e
+def in_parallel(
+    function: Callable[..., Any],  # of a module, so that another process can import it
+    arguments: Sequence[tuple],  # one tuple a call
+) -> list[Any]:  # the results, in the order of the arguments
+    "Call a function for many arguments in parallel one-thread processes, one for each core."
+    workers = max(1, min(len(arguments), os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        return [call.result() for call in [pool.submit(function, *a) for a in arguments]]
 
 # %% ../nbs/00_runs.ipynb #066539d1
 def check_whole(
@@ -204,9 +180,7 @@ def check_whole(
 ) -> None:
     "Raise a `ValueError` unless the value is a whole number of at least `low`."
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(
-            f"{name} = {value!r} is not allowed: expected a whole number of at least {low}"
-        )
+        raise ValueError(f"{name} = {value!r} is not allowed: expected a whole number of at least {low}")
 
 
 def check_number(
@@ -217,12 +191,6 @@ def check_number(
     with_low: bool = False,  # `low` itself is allowed
 ) -> None:
     "Raise a `ValueError` unless the value is a number between `low` and `high`, both excluded."
-    fine = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (low < value < high or (with_low and value == low))
-    )
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and (low < value < high or (with_low and value == low))
     if not fine:
-        raise ValueError(
-            f"{name} = {value!r} is not allowed: expected a number {'from' if with_low else 'above'} {low} and below {high}"
-        )
+        raise ValueError(f"{name} = {value!r} is not allowed: expected a number {'from' if with_low else 'above'} {low} and below {high}")

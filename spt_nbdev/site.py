@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import yaml
@@ -30,15 +31,9 @@ def render_with_quarto(
     quarto: str,  # the command
 ) -> None:
     "Render with Quarto into `_site`, or raise a `SiteError`."
-    done = subprocess.run(
-        [quarto, "render", str(site)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([quarto, "render", str(site)], capture_output=True, text=True, check=False)
     log = done.stdout + done.stderr
-    trouble = [
-        line
-        for line in log.splitlines()
-        if "Unable to resolve" in line or line.startswith("ERROR")
-    ]
+    trouble = [line for line in log.splitlines() if "Unable to resolve" in line or line.startswith("ERROR")]
     if done.returncode or trouble:
         raise SiteError("quarto: " + ("\n".join(trouble) or log[-2000:]))
 
@@ -69,24 +64,10 @@ def render_with_smalldocs(
         raise SiteError("smalldocs: " + "\n".join(warnings))
 
 # %% ../nbs/23_site.ipynb #e7bccc19
-MATHJAX_PARTS = [
-    "MathJax.js",
-    "extensions/TeX",
-    "jax/input/TeX",
-    "jax/element",
-    "jax/output/SVG",
-]
-MATHJAX_PARTS += [
-    f"extensions/{name}.js"
-    for name in ("tex2jax", "AssistiveMML", "toMathML", "MathEvents")
-]
-REMOTE_MATHS = re.compile(
-    r'\s*<(script|link)\b[^>]*(?:src|href)="https?://[^"]*(?:mathjax|katex|polyfill)[^"]*"[^>]*>(?:\s*</script>)?',
-    re.I,
-)
-REMOTE_FONTS = re.compile(
-    r"""@import\s+(?:url\()?["']?https?://[^"';)]+(?:;[^"';)]+)*["']?\)?[^;{}]*;"""
-)
+MATHJAX_PARTS = ["MathJax.js", "extensions/TeX", "jax/input/TeX", "jax/element", "jax/output/SVG"]
+MATHJAX_PARTS += [f"extensions/{name}.js" for name in ("tex2jax", "AssistiveMML", "toMathML", "MathEvents")]
+REMOTE_MATHS = re.compile(r'\s*<(script|link)\b[^>]*(?:src|href)="https?://[^"]*(?:mathjax|katex|polyfill)[^"]*"[^>]*>(?:\s*</script>)?', re.I)
+REMOTE_FONTS = re.compile(r"""@import\s+(?:url\()?["']?https?://[^"';)]+(?:;[^"';)]+)*["']?\)?[^;{}]*;""")
 LOCAL_MATHS = """
 <script type="text/x-mathjax-config">
 MathJax.Hub.Config({{
@@ -106,13 +87,7 @@ def use_local_maths(
 ) -> str:  # the page with our MathJax, if it had a remote one; otherwise as it was
     "Exchange a page's remote maths script for the local one."
     found = REMOTE_MATHS.search(html)
-    return (
-        REMOTE_MATHS.sub("", html)
-        .replace("\n</head>", "</head>")
-        .replace("</head>", LOCAL_MATHS.format(libs=libs), 1)
-        if found
-        else html
-    )
+    return REMOTE_MATHS.sub("", html).replace("\n</head>", "</head>").replace("</head>", LOCAL_MATHS.format(libs=libs), 1) if found else html
 
 
 def make_offline(
@@ -124,44 +99,23 @@ def make_offline(
         if (local := REMOTE_FONTS.sub("", css)) != css:
             path.write_text(local)
     pages = {path: path.read_text() for path in site.rglob("*.html")}
-    changed = {
-        path: new
-        for path, old in pages.items()
-        if (
-            new := use_local_maths(
-                old, os.path.relpath(site / "site_libs", path.parent)
-            )
-        )
-        != old
-    }
+    changed = {path: new for path, old in pages.items() if (new := use_local_maths(old, os.path.relpath(site / "site_libs", path.parent))) != old}
     for path, html in changed.items():
         path.write_text(html)
     if changed:
-        package = (
-            Path(importlib.util.find_spec("nbclassic").origin).parent
-            / "static/components/MathJax"
-        )
+        package = Path(importlib.util.find_spec("nbclassic").origin).parent / "static/components/MathJax"
         for part in MATHJAX_PARTS:
             target = site / "site_libs/mathjax" / part
             target.parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if (package / part).is_dir() else shutil.copy)(
-                package / part, target
-            )
+            (shutil.copytree if (package / part).is_dir() else shutil.copy)(package / part, target)
 
 # %% ../nbs/23_site.ipynb #36b3594c
-FOLD_HEAD = re.compile(
-    r'<div class="callout-header[^"]*"(?=[^>]*data-bs-toggle="collapse")(?![^>]*role=)'
-)
+FOLD_HEAD = re.compile(r'<div class="callout-header[^"]*"(?=[^>]*data-bs-toggle="collapse")(?![^>]*role=)')
 
 
 def make_accessible(html: str) -> str:
     "Let the keyboard open folded boxes."
-    return FOLD_HEAD.sub(
-        lambda m: (
-            f"""{m[0]} role="button" tabindex="0" onkeydown="if (event.key === 'Enter') this.click()\""""
-        ),
-        html,
-    )
+    return FOLD_HEAD.sub(lambda m: f"""{m[0]} role="button" tabindex="0" onkeydown="if (event.key === 'Enter') this.click()\"""", html)
 
 # %% ../nbs/23_site.ipynb #295985ae
 def build_site(
@@ -170,10 +124,16 @@ def build_site(
 ) -> Path:  # the index page
     "Stage and render the site of one profile in `build/site/<profile>`."
     site = root / "build" / "site" / profile
-    stage_site(root / "build" / "executed" / profile, site, root)
-    quarto = shutil.which("quarto")
-    render_with_quarto(site, quarto) if quarto else render_with_smalldocs(site)
-    make_offline(site / "_site")
-    for path in (site / "_site").rglob("*.html"):
-        path.write_text(make_accessible(path.read_text()))
+    site.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{profile}-", dir=site.parent) as tmp:
+        draft = Path(tmp, profile)
+        stage_site(root / "build" / "executed" / profile, draft, root)
+        quarto = shutil.which("quarto")
+        render_with_quarto(draft, quarto) if quarto else render_with_smalldocs(draft)
+        make_offline(draft / "_site")
+        for path in (draft / "_site").rglob("*.html"):
+            path.write_text(make_accessible(path.read_text()))
+        if site.exists():
+            os.replace(site, Path(tmp, "old"))
+        os.replace(draft, site)
     return site / "_site" / "index.html"

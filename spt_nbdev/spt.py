@@ -24,23 +24,17 @@ def mask_steps(
     x: Tensor,  # (batch, length, channels)
     mask_ratio: float,  # probability that a step is hidden, between 0 and 1
     generator: torch.Generator,  # source of the draws
-) -> tuple[
-    Tensor, Tensor
-]:  # input (batch, length, channels + 1) with the flag last, and mask (batch, length), True where hidden
+) -> tuple[Tensor, Tensor]:  # input (batch, length, channels + 1) with the flag last, and mask (batch, length), True where hidden
     "Hide steps at random: their values become 0, their flag 1 (paper: section 2; its code: independent draws)."
     mask = torch.rand(x.shape[:2], generator=generator, device=x.device) < mask_ratio
-    return torch.cat(
-        [x.masked_fill(mask[..., None], 0.0), mask[..., None].to(x.dtype)], dim=-1
-    ), mask
+    return torch.cat([x.masked_fill(mask[..., None], 0.0), mask[..., None].to(x.dtype)], dim=-1), mask
 
 # %% ../nbs/03_spt.ipynb #b0420bfe
 def masked_loss(
     prediction: Tensor,  # (batch, length, channels)
     target: Tensor,  # (batch, length, channels): the sequence before masking
     mask: Tensor,  # (batch, length) bool, True where hidden
-) -> (
-    Tensor
-):  # scalar: mean squared error over the hidden steps of the batch; 0 if none is hidden
+) -> Tensor:  # scalar: mean squared error over the hidden steps of the batch; 0 if none is hidden
     "The reconstruction loss: squared error, averaged over all hidden steps of the batch."
     squares = (prediction[mask] - target[mask]).square()
     return squares.sum() / max(1, squares.numel())
@@ -66,21 +60,15 @@ class Fit:
 class Trainer:
     "AdamW with linear warm-up, and the order in which batches come."
 
-    def __init__(self, model: nn.Module, fit: Fit, seed: int):
+    def __init__(self, model: nn.Module, fit: Fit, seed: int) -> None:
         self.model, self.fit = model, fit
         self.generator = torch.Generator().manual_seed(seed)
-        self.optimiser = torch.optim.AdamW(
-            model.parameters(), lr=fit.lr, weight_decay=fit.weight_decay
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimiser, lambda step: min(1.0, step / max(1, fit.warmup_steps))
-        )
+        self.optimiser = torch.optim.AdamW(model.parameters(), lr=fit.lr, weight_decay=fit.weight_decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimiser, lambda step: min(1.0, step / max(1, fit.warmup_steps)))
 
     def batches(self, n: int) -> Iterator[Tensor]:
         "The indices of one epoch over `n` sequences in a new random order, the last batch perhaps smaller."
-        return iter(
-            torch.randperm(n, generator=self.generator).split(self.fit.batch_size)
-        )
+        return iter(torch.randperm(n, generator=self.generator).split(self.fit.batch_size))
 
     def step(self, loss: Tensor) -> None:
         "One optimiser step; a loss that is not finite raises a `FloatingPointError`."
@@ -93,15 +81,11 @@ class Trainer:
     def check_finite(self, values: Tensor, what: str) -> None:
         "Stop a run that diverged, by a `FloatingPointError`."
         if not values.isfinite().all():
-            raise FloatingPointError(
-                f"{what} is not finite after {self.schedule.last_epoch} steps; lower lr = {self.fit.lr}"
-            )
+            raise FloatingPointError(f"{what} is not finite after {self.schedule.last_epoch} steps; lower lr = {self.fit.lr}")
 
     def end_epoch(self) -> None:
         "Check that the last step left finite weights."
-        self.check_finite(
-            torch.stack([w.detach().sum() for w in self.model.parameters()]), "a weight"
-        )
+        self.check_finite(torch.stack([w.detach().sum() for w in self.model.parameters()]), "a weight")
 
 # %% ../nbs/03_spt.ipynb #dfa19318
 def seeded(
@@ -121,9 +105,7 @@ def pretrain(
     fit: Fit,
     mask_ratio: float = 0.5,  # probability that a step is hidden, above 0 and below 1
     seed: int = 0,
-) -> tuple[
-    Encoder, pd.DataFrame
-]:  # the trained encoder, and one row an epoch: epoch, loss (over hidden steps)
+) -> tuple[Encoder, pd.DataFrame]:  # the trained encoder, and one row an epoch: epoch, loss (over hidden steps)
     "Masked self-pretraining on a task's own training sequences (paper: section 2)."
     check_number("mask_ratio", mask_ratio, 0, 1)
     model = seeded(Reconstructor, config, task.channels, task.length, seed=seed)
@@ -149,17 +131,13 @@ def transfer(
     "Copy a pretrained encoder into a classifier's encoder, without the column of the mask flag; other shapes are a `ValueError`."
     heads = [encoder.blocks[0].attention.n_heads for encoder in (source, target)]
     if heads[0] != heads[1]:
-        raise ValueError(
-            f"the pretrained encoder has {heads[0]} heads and this one {heads[1]}; pretrain with the same ModelConfig"
-        )
+        raise ValueError(f"the pretrained encoder has {heads[0]} heads and this one {heads[1]}; pretrain with the same ModelConfig")
     state = copy.deepcopy(source.state_dict())
     state["embed.weight"] = state["embed.weight"][:, :-1]
     try:
         target.load_state_dict(state)
     except RuntimeError as e:
-        raise ValueError(
-            f"the pretrained encoder has another shape; pretrain with the same ModelConfig ({e})"
-        ) from None
+        raise ValueError(f"the pretrained encoder has another shape; pretrain with the same ModelConfig ({e})") from None
 
 # %% ../nbs/03_spt.ipynb #1a144552
 @torch.no_grad()
@@ -170,25 +148,18 @@ def score(
 ) -> tuple[float, float]:  # mean cross entropy, and accuracy from 0 to 1
     "Loss and accuracy of a classifier on a whole split."
     logits = model(x)
-    return F.cross_entropy(logits, y).item(), (
-        logits.argmax(-1) == y
-    ).float().mean().item()
+    return F.cross_entropy(logits, y).item(), (logits.argmax(-1) == y).float().mean().item()
 
 
 def finetune(
     task: Task,
     config: ModelConfig,
     fit: Fit,
-    pretrained: Encoder
-    | None = None,  # where the encoder starts; None trains from scratch
+    pretrained: Encoder | None = None,  # where the encoder starts; None trains from scratch
     seed: int = 0,
-) -> tuple[
-    Classifier, pd.DataFrame
-]:  # the classifier, and one row an epoch: epoch, loss, train_loss, train_acc, test_loss, test_acc
+) -> tuple[Classifier, pd.DataFrame]:  # the classifier, and one row an epoch: epoch, loss, train_loss, train_acc, test_loss, test_acc
     "Train a classifier on labels, from a pretrained encoder or from scratch (paper: section 2)."
-    model = seeded(
-        Classifier, config, task.channels, task.length, task.n_classes, seed=seed
-    )
+    model = seeded(Classifier, config, task.channels, task.length, task.n_classes, seed=seed)
     if pretrained is not None:
         transfer(pretrained, model.encoder)
     trainer = Trainer(model, fit, seed)
@@ -203,13 +174,6 @@ def finetune(
         train_loss, train_acc = score(model, task.x_train, task.y_train)
         test_loss, test_acc = score(model, task.x_test, task.y_test)
         curves.append(
-            {
-                "epoch": epoch,
-                "loss": total / len(task.x_train),
-                "train_loss": train_loss,
-                "train_acc": train_acc,
-                "test_loss": test_loss,
-                "test_acc": test_acc,
-            }
+            {"epoch": epoch, "loss": total / len(task.x_train), "train_loss": train_loss, "train_acc": train_acc, "test_loss": test_loss, "test_acc": test_acc}
         )
     return model, pd.DataFrame(curves)

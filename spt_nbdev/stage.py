@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['Options', 'HIDDEN', 'ANSI', 'split_cell', 'join_cell', 'exported_names', 'api_box', 'package_names', 'link_names',
-           'front_matter', 'folding', 'stage_notebook', 'new_notebook_like', 'listed_pages', 'stage_site']
+           'front_matter', 'folding', 'documentation', 'stage_notebook', 'new_notebook_like', 'listed_pages',
+           'stage_site']
 
 # %% ../nbs/21_stage.ipynb #a57a888e
 import ast
 import importlib
-import os
 import re
 import shutil
 from pathlib import Path
@@ -29,33 +29,20 @@ Options = dict[str, Any]
 
 def split_cell(
     source: str,  # a code cell
-) -> tuple[
-    set[str], Options, str
-]:  # nbdev's directives, Quarto's options, and the code below them
+) -> tuple[set[str], Options, str]:  # nbdev's directives, Quarto's options, and the code below them
     "Divide the `#|` lines at the top of a cell into directives and options."
     lines = source.split("\n")
-    n = next(
-        (i for i, line in enumerate(lines) if not line.startswith("#|")), len(lines)
-    )
+    n = next((i for i, line in enumerate(lines) if not line.startswith("#|")), len(lines))
     head = [line[2:].strip() for line in lines[:n]]
     is_option = [re.match(r"[\w-]+:\s", line + " ") for line in head]
-    options = (
-        yaml.safe_load("\n".join(h for h, o in zip(head, is_option, strict=True) if o))
-        or {}
-    )
-    directives = {
-        h.split()[0] for h, o in zip(head, is_option, strict=True) if h and not o
-    }
+    options = yaml.safe_load("\n".join(h for h, o in zip(head, is_option, strict=True) if o)) or {}
+    directives = {h.split()[0] for h, o in zip(head, is_option, strict=True) if h and not o}
     return directives, options, "\n".join(lines[n:])
 
 
 def join_cell(options: Options, code: str) -> str:
     "The source of a cell with these options and this code."
-    head = (
-        yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=10**6)
-        if options
-        else ""
-    )
+    head = yaml.safe_dump(options, sort_keys=False, allow_unicode=True, width=10**6) if options else ""
     return "".join(f"#| {line}\n" for line in head.splitlines()) + code
 
 # %% ../nbs/21_stage.ipynb #6c6687fd
@@ -69,12 +56,7 @@ def exported_names(
             names.append(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names += [
-                t.id
-                for target in targets
-                for t in ast.walk(target)
-                if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)
-            ]
+            names += [t.id for target in targets for t in ast.walk(target) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)]
     return [n for n in names if not n.startswith("_")]
 
 
@@ -93,18 +75,10 @@ def api_box(
             except NameError:  # some Python 3.11 can't read the annotations that a class inherits from another package
                 bodies.append(f"```python\nclass {name}\n```\n\n*{thing.__doc__}*")
         else:
-            bodies.append(
-                f"`{name}`: a constant, `{type(thing).__name__}`; its value is in the cell."
-            )
+            bodies.append(f"`{name}`: a constant, `{type(thing).__name__}`; its value is in the cell.")
     title = f"Documentation of {', '.join(f'`{name}`' for name in names)} in `{module}`"
-    box = (
-        f'::: {{.callout-tip collapse="true" appearance="simple"}}\n## {title}\n\n'
-        + "\n\n".join(bodies)
-        + "\n:::"
-    )
-    for depth, name in enumerate(
-        names, 4
-    ):  # boxes around it, since the fallback renderer can't give a callout an id
+    box = f'::: {{.callout-tip collapse="true" appearance="simple"}}\n## {title}\n\n' + "\n\n".join(bodies) + "\n:::"
+    for depth, name in enumerate(names, 4):  # boxes around it, since the fallback renderer can't give a callout an id
         box = f"{':' * depth} {{#api-{name}}}\n{box}\n{':' * depth}"
     return box
 
@@ -115,25 +89,12 @@ def package_names(
     "Where each exported name of the package is documented."
     names = {}
     for path in sorted(nbs.glob("*.ipynb")):
-        cells = [
-            c.source
-            for c in nbformat.read(path, as_version=4).cells
-            if c.cell_type == "code"
-        ]
-        module = next(
-            (
-                m[1]
-                for c in cells
-                if (m := re.search(r"^#\|\s*default_exp (\w+)", c, re.M))
-            ),
-            None,
-        )
+        cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+        module = next((m[1] for c in cells if (m := re.search(r"^#\|\s*default_exp (\w+)", c, re.M))), None)
         for source in cells if module else []:
             directives, _, code = split_cell(source)
             if "export" in directives:
-                names |= {
-                    n: (f"spt_nbdev.{module}", path.name) for n in exported_names(code)
-                }
+                names |= {n: (f"spt_nbdev.{module}", path.name) for n in exported_names(code)}
     return names
 
 
@@ -151,10 +112,7 @@ def link_names(
         return f"[{m[1]}]({'' if file == page else file}#api-{m[2]})"
 
     parts = re.split(r"(^```.*?^```|^:::.*?$|^#.*?$)", text, flags=re.S | re.M)
-    return "".join(
-        p if i % 2 else re.sub(r"(?<![\[`])(`(\w+)`)(?!`)", link, p)
-        for i, p in enumerate(parts)
-    )
+    return "".join(p if i % 2 else re.sub(r"(?<![\[`])(`(\w+)`)(?!`)", link, p) for i, p in enumerate(parts))
 
 # %% ../nbs/21_stage.ipynb #cc1f91c9
 HIDDEN = {"hide", "default_exp"}
@@ -164,19 +122,12 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 def front_matter(
     source: str,  # the first cell: `# Title`, then `> one line`
     name: str,  # the notebook's file
-) -> tuple[
-    NotebookNode, str
-]:  # a raw cell with title and subtitle, and what is left of the first cell
+) -> tuple[NotebookNode, str]:  # a raw cell with title and subtitle, and what is left of the first cell
     "Turn the title cell into front matter, or raise a `ValueError` if it isn't one."
     m = re.match(r"# +(.+?)\s*\n+> +(.+?)\s*(?:\n|$)", source)
     if not m:
         raise ValueError(f"{name}: the first cell must be `# Title`, then `> one line`")
-    options = yaml.safe_dump(
-        {"title": m[1], "subtitle": m[2]},
-        sort_keys=False,
-        allow_unicode=True,
-        width=10**6,
-    )
+    options = yaml.safe_dump({"title": m[1], "subtitle": m[2]}, sort_keys=False, allow_unicode=True, width=10**6)
     return new_raw_cell(f"---\n{options}---"), source[m.end() :].strip()
 
 
@@ -185,13 +136,23 @@ def folding(
     name: str,  # the notebook's file
 ) -> Options:  # Quarto's options for folding the cell
     "Fold imports on every page, and all code on the experiment pages, 10 to 19, where a reader wants the result first."
-    if all(
-        isinstance(node, ast.Import | ast.ImportFrom) for node in ast.parse(code).body
-    ):
+    if all(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.parse(code).body):
         return {"code-fold": True, "code-summary": "Imports"}
-    return (
-        {"code-fold": True, "code-summary": "Code"} if re.match(r"1\d_", name) else {}
-    )
+    return {"code-fold": True, "code-summary": "Code"} if re.match(r"1\d_", name) else {}
+
+
+def documentation(
+    public: list[str],  # names that a cell exports
+    names: dict[str, tuple[str, str]],  # from `package_names`
+    page: str,  # the notebook's file, for the message
+) -> str:
+    "The box for a cell's names; a `ValueError` if the executed page and the package disagree."
+    try:
+        return api_box(names[public[0]][0], public)
+    except (KeyError, AttributeError):
+        raise ValueError(
+            f"{page} was executed with {', '.join(public)}, which the package doesn't have now; run `make sync`, then run the page again"
+        ) from None
 
 
 def stage_notebook(
@@ -201,9 +162,7 @@ def stage_notebook(
 ) -> NotebookNode:  # a notebook that plain Quarto can render
     "Prepare an executed notebook for Quarto."
     first, rest = front_matter(nb.cells[0].source, name)
-    cells = [first] + (
-        [new_markdown_cell(link_names(rest, names, name))] if rest else []
-    )
+    cells = [first] + ([new_markdown_cell(link_names(rest, names, name))] if rest else [])
     for old in nb.cells[1:]:
         cell = nbformat.from_dict({**old, "metadata": {}})
         cells.append(cell)
@@ -220,22 +179,16 @@ def stage_notebook(
             if output.output_type == "stream":
                 output.text = ANSI.sub("", output.text)
             elif "text/markdown" in output.get("data", {}):
-                output.data.pop(
-                    "text/html", None
-                )  # a frame for Jupyter; the site shows the callout
+                output.data.pop("text/html", None)  # a frame for Jupyter; the site shows the callout
         if "export" in directives and (public := exported_names(code)):
-            cells.append(new_markdown_cell(api_box(names[public[0]][0], public)))
+            cells.append(new_markdown_cell(documentation(public, names, name)))
     return new_notebook_like(nb, cells)
 
 
 def new_notebook_like(nb: NotebookNode, cells: list[NotebookNode]) -> NotebookNode:
     "A notebook with these cells and the other's kernel, without what papermill noted."
-    metadata = {
-        k: nb.metadata[k] for k in ("kernelspec", "language_info") if k in nb.metadata
-    }
-    return nbformat.from_dict(
-        {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-    )
+    metadata = {k: nb.metadata[k] for k in ("kernelspec", "language_info") if k in nb.metadata}
+    return nbformat.from_dict({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
 
 # %% ../nbs/21_stage.ipynb #564cae67
 def listed_pages(
@@ -245,13 +198,7 @@ def listed_pages(
     found: dict[str, None] = {}
 
     def walk(part: Any) -> None:
-        for item in (
-            part.values()
-            if isinstance(part, dict)
-            else part
-            if isinstance(part, list)
-            else []
-        ):
+        for item in part.values() if isinstance(part, dict) else part if isinstance(part, list) else []:
             walk(item)
             if isinstance(item, str) and item.endswith(".ipynb") and "*" not in item:
                 found[item] = None
@@ -262,32 +209,21 @@ def listed_pages(
 
 def stage_site(
     executed: Path,  # the folder of executed notebooks of one profile
-    site: Path,  # the folder to make; what is there is replaced
+    site: Path,  # the folder to make; it must not exist yet
     root: Path,  # the checkout
 ) -> list[Path]:  # the staged notebooks
     "Stage all pages that the navigation lists, or raise a `FileNotFoundError` that names those which are missing."
     pages = listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))
     if missing := [p for p in pages if not (executed / p).exists()]:
-        which = (
-            "" if missing == pages else " " + " ".join(Path(p).stem for p in missing)
-        )
-        raise FileNotFoundError(
-            f"not executed, or failed: {', '.join(missing)}; run `spt reproduce{which} --profile {executed.name}`"
-        )
-    draft = site.with_name(f".{site.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+        which = "" if missing == pages else " " + " ".join(Path(p).stem for p in missing)
+        raise FileNotFoundError(f"not executed, or failed: {', '.join(missing)}; run `spt reproduce{which} --profile {executed.name}`")
+    site.mkdir(parents=True)
     for name in ("_quarto.yml", "references.bib"):
-        shutil.copy(root / name, draft)
+        shutil.copy(root / name, site)
     for extra in ("img", "styles.css", "favicon.svg"):
         if (source := root / "nbs" / extra).exists():
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, draft / extra)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, site / extra)
     names = package_names(root / "nbs")
     for page in pages:
-        nbformat.write(
-            stage_notebook(nbformat.read(executed / page, as_version=4), page, names),
-            draft / page,
-        )
-    shutil.rmtree(site, ignore_errors=True)
-    os.replace(draft, site)
+        nbformat.write(stage_notebook(nbformat.read(executed / page, as_version=4), page, names), site / page)
     return [site / p for p in pages]

@@ -17,7 +17,5 @@ def root() -> Path:
 def site(root: Path) -> Path:
     site = root / "build/site/smoke/_site"
     if not (site / "index.html").exists():
-        pytest.fail(
-            "there is no rendered site; `make site` builds it, and `make test` does so before the tests"
-        )
+        pytest.fail("there is no rendered site; `make site` builds it, and `make test` does so before the tests")
     return site

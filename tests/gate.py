@@ -9,12 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 from bs4 import BeautifulSoup, Tag
 
-RAW_SYNTAX = re.compile(
-    r"(?<![\w@.])@(?:fig|tbl|eq|sec|lst)-\w+|\?@|\[-?@\w|\{#[\w-]+[^}]*\}|#\||:::"
-)
-MACHINE_PATH = re.compile(
-    r"(?<![\w./-])/(?:home|root|tmp|Users|work|var|private)/[\w.-]+|\b[A-Z]:\\\\?Users"
-)
+RAW_SYNTAX = re.compile(r"(?<![\w@.])@(?:fig|tbl|eq|sec|lst)-\w+|\?@|\[-?@\w|\{#[\w-]+[^}]*\}|#\||:::")
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:home|root|tmp|Users|work|var|private)/[\w.-]+|\b[A-Z]:\\\\?Users")
 TROUBLE = re.compile(r"Traceback \(most recent call last\)|\b\w*(?:Warning|Error): ")
 REMOTE_CSS = re.compile(r"""(?:@import|url\()\s*(?:url\()?["']?(?:https?:)?//""")
 MAX_BYTES = 2_000_000
@@ -22,17 +18,9 @@ MAX_BYTES = 2_000_000
 
 def check_site(site: Path, pages: list[str]) -> list[str]:
     """All faults of a site, one line each; `pages` are the files that the navigation lists."""
-    faults = [
-        f"{page}: the page is missing" for page in pages if not (site / page).exists()
-    ]
-    soups = {
-        p.relative_to(site).as_posix(): BeautifulSoup(p.read_bytes(), "html.parser")
-        for p in sorted(site.rglob("*.html"))
-    }
-    ids = {
-        name: {tag["id"] for tag in soup.find_all(id=True)}
-        for name, soup in soups.items()
-    }
+    faults = [f"{page}: the page is missing" for page in pages if not (site / page).exists()]
+    soups = {p.relative_to(site).as_posix(): BeautifulSoup(p.read_bytes(), "html.parser") for p in sorted(site.rglob("*.html"))}
+    ids = {name: {tag["id"] for tag in soup.find_all(id=True)} for name, soup in soups.items()}
     for css in site.rglob("*.css"):
         if REMOTE_CSS.search(css.read_text()):
             faults.append(f"{css.relative_to(site)}: loads something from another host")
@@ -70,9 +58,7 @@ def repeated_ids(soup: BeautifulSoup) -> Iterator[str]:
 
 def remote_parts(soup: BeautifulSoup) -> Iterator[str]:
     """Scripts, styles, fonts, pictures and frames from another host."""
-    for tag in soup.find_all(
-        ["script", "link", "img", "iframe", "source", "video", "audio"]
-    ):
+    for tag in soup.find_all(["script", "link", "img", "iframe", "source", "video", "audio"]):
         url = tag.get("src") or tag.get("href") or ""
         if re.match(r"(?:https?:)?//", url) and "canonical" not in tag.get("rel", []):
             yield f"<{tag.name}> from another host: {url}"
@@ -99,33 +85,19 @@ def troubled_outputs(soup: BeautifulSoup) -> Iterator[str]:
             yield f"an output with {m[0]!r}"
 
 
-def broken_links(
-    site: Path, name: str, soup: BeautifulSoup, ids: dict[str, set[str]]
-) -> Iterator[str]:
+def broken_links(site: Path, name: str, soup: BeautifulSoup, ids: dict[str, set[str]]) -> Iterator[str]:
     """Links and pictures within the site that lead nowhere."""
-    urls = [
-        tag.get("href") or tag.get("src") for tag in soup.select("a[href], img[src]")
-    ]
+    urls = [tag.get("href") or tag.get("src") for tag in soup.select("a[href], img[src]")]
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme or parts.netloc:
             continue
-        target = (
-            name
-            if not parts.path
-            else posixpath.normpath(
-                posixpath.join(posixpath.dirname(name), unquote(parts.path))
-            )
-        )
+        target = name if not parts.path else posixpath.normpath(posixpath.join(posixpath.dirname(name), unquote(parts.path)))
         if (site / target).is_dir():
             target = posixpath.normpath(f"{target}/index.html")
         if not (site / target).exists():
             yield f"link to a file that isn't there: {url}"
-        elif (
-            parts.fragment
-            and target in ids
-            and unquote(parts.fragment) not in ids[target]
-        ):
+        elif parts.fragment and target in ids and unquote(parts.fragment) not in ids[target]:
             yield f"link to a fragment that isn't there: {url}"
 
 
@@ -136,10 +108,7 @@ def unlabelled(soup: BeautifulSoup) -> Iterator[str]:
         return tag.find_parent(id=re.compile(f"^{kind}-"))
 
     def caption(tag: Tag | None, word: str) -> bool:
-        return bool(tag) and any(
-            re.match(rf"\s*{word}\s\d+\s?: \S", c.get_text())
-            for c in tag.find_all(["figcaption", "caption"])
-        )
+        return bool(tag) and any(re.match(rf"\s*{word}\s\d+\s?: \S", c.get_text()) for c in tag.find_all(["figcaption", "caption"]))
 
     main = soup.find("main") or soup.body
     for img in main.find_all("img"):
@@ -150,11 +119,7 @@ def unlabelled(soup: BeautifulSoup) -> Iterator[str]:
         elif not caption(box, "Figure"):
             yield f"figure {box['id']} without a caption"
     for table in main.find_all("table"):
-        if not (
-            box := table
-            if str(table.get("id", "")).startswith("tbl-")
-            else holder(table, "tbl")
-        ):
+        if not (box := table if str(table.get("id", "")).startswith("tbl-") else holder(table, "tbl")):
             yield f"a table without a label: {table.get_text(' ', strip=True)[:60]!r}"
         elif not caption(box, "Table"):
             yield f"table {box['id']} without a caption"

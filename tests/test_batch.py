@@ -27,17 +27,13 @@ def spt(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess:
     )
 
 
-def notebook(
-    path: Path, *cells: str, parameters: str = 'profile: str = "smoke"'
-) -> None:
+def notebook(path: Path, *cells: str, parameters: str = 'profile: str = "smoke"') -> None:
     code = [
         nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}),
         *map(nbformat.v4.new_code_cell, cells),
     ]
     nbformat.write(
-        nbformat.v4.new_notebook(
-            cells=[nbformat.v4.new_markdown_cell("# T\n\n> t"), *code]
-        ),
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# T\n\n> t"), *code]),
         path,
     )
 
@@ -50,10 +46,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def executed(project: Path) -> set[str]:
-    return {
-        p.relative_to(project / "build").as_posix()
-        for p in (project / "build").rglob("*.ipynb")
-    }
+    return {p.relative_to(project / "build").as_posix() for p in (project / "build").rglob("*.ipynb")}
 
 
 @pytest.mark.parametrize(
@@ -78,9 +71,7 @@ def executed(project: Path) -> set[str]:
         ),
     ],
 )
-def test_a_wrong_parameter_is_refused_before_anything_runs(
-    root: Path, project: Path, args: list[str], says: str
-) -> None:
+def test_a_wrong_parameter_is_refused_before_anything_runs(root: Path, project: Path, args: list[str], says: str) -> None:
     for name in ("00_page", "18_ucr"):
         shutil.copy(root / f"nbs/{name}.ipynb", project / "nbs")
     done = spt(project, "reproduce", *args)
@@ -99,10 +90,7 @@ def test_the_others_run_when_a_kernel_is_killed(project: Path) -> None:
     notebook(project / "nbs/04_fine.ipynb", "assert profile == 'laptop'")
     done = spt(project, "reproduce", "--profile", "laptop")
     assert done.returncode == 1
-    assert (
-        "cell 4 (`import os, sys`): the kernel was killed by SIGKILL (often: out of memory)"
-        in done.stdout
-    )
+    assert "cell 4 (`import os, sys`): the kernel was killed by SIGKILL (often: out of memory)" in done.stdout
     assert "cell 4 (`import os`): the kernel exited with status 0" in done.stdout
     assert "cell 4 (`1 / 0`): ZeroDivisionError: division by zero" in done.stdout
     assert "3 of 4 notebooks failed" in done.stdout
@@ -164,13 +152,8 @@ def files(tmp_path: Path) -> Path:
 
     folder = tmp_path / "data"
     folder.mkdir()
-    for split, (labels, values) in zip(
-        ("TRAIN", "TEST"), ucr_from_aeon("GunPoint"), strict=True
-    ):
-        rows = [
-            "\t".join([str(label), *map(repr, map(float, row))])
-            for label, row in zip(labels, np.asarray(values), strict=True)
-        ]
+    for split, (labels, values) in zip(("TRAIN", "TEST"), ucr_from_aeon("GunPoint"), strict=True):
+        rows = ["\t".join([str(label), *map(repr, map(float, row))]) for label, row in zip(labels, np.asarray(values), strict=True)]
         (folder / f"GunPoint_{split}.tsv").write_text("\n".join(rows) + "\n")
     return folder
 
@@ -194,15 +177,11 @@ BAD_DATA = [
     (remove, "there is no file"),
     (empty, "no GunPoint_TRAIN.tsv in"),
     (
-        lambda f: (f / "GunPoint_TRAIN.tsv").write_bytes(
-            (f / "GunPoint_TRAIN.tsv").read_bytes()[:-2000]
-        ),
+        lambda f: (f / "GunPoint_TRAIN.tsv").write_bytes((f / "GunPoint_TRAIN.tsv").read_bytes()[:-2000]),
         "the file is cut off or damaged",
     ),
     (
-        lambda f: change_line(
-            f / "GunPoint_TRAIN.tsv", 2, lambda s: "1\t" + "\t".join(["NaN"] * 150)
-        ),
+        lambda f: change_line(f / "GunPoint_TRAIN.tsv", 2, lambda s: "1\t" + "\t".join(["NaN"] * 150)),
         "series 3 holds nan at step 1",
     ),
     (
@@ -210,9 +189,7 @@ BAD_DATA = [
         "label 7 does not occur among the training labels [1, 2]",
     ),
     (
-        lambda f: change_line(
-            f / "GunPoint_TRAIN.tsv", 0, lambda s: s.replace("\t", "\t?", 1)
-        ),
+        lambda f: change_line(f / "GunPoint_TRAIN.tsv", 0, lambda s: s.replace("\t", "\t?", 1)),
         "line 1: could not convert string to float",
     ),
 ]
@@ -224,17 +201,11 @@ def test_data_from_a_named_folder_is_the_same_task(files: Path) -> None:
     from spt_nbdev.data import load_ucr
 
     a, b = load_ucr("GunPoint"), load_ucr("GunPoint", files)
-    assert (
-        torch.equal(a.x_train, b.x_train)
-        and torch.equal(a.x_test, b.x_test)
-        and torch.equal(a.y_test, b.y_test)
-    )
+    assert torch.equal(a.x_train, b.x_train) and torch.equal(a.x_test, b.x_test) and torch.equal(a.y_test, b.y_test)
 
 
 @pytest.mark.parametrize(("spoil", "says"), BAD_DATA, ids=[s for _, s in BAD_DATA])
-def test_bad_data_is_refused(
-    files: Path, spoil: object, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_data_is_refused(files: Path, spoil: object, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from spt_nbdev.data import DataError, load_ucr
 
     spoil(files)
@@ -248,15 +219,10 @@ def test_bad_data_leaves_no_page_and_no_record(ucr_page: Path, files: Path) -> N
     empty(files)
     done = spt(ucr_page, "reproduce", "18", SPT_DATA=str(files))
     assert done.returncode == 1 and "DataError: no GunPoint_TRAIN.tsv in" in done.stdout
-    assert (
-        executed(ucr_page) == {"failed/smoke/18_ucr.ipynb"}
-        and not (ucr_page / "runs").exists()
-    )
+    assert executed(ucr_page) == {"failed/smoke/18_ucr.ipynb"} and not (ucr_page / "runs").exists()
 
 
-def test_a_failed_download_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import aeon.datasets
 
     from spt_nbdev.data import DataError, ucr_from_aeon
@@ -268,9 +234,7 @@ def test_a_failed_download_leaves_nothing_behind(
         raise OSError("connection lost")
 
     monkeypatch.setattr(aeon.datasets, "load_classification", break_off)
-    with pytest.raises(
-        DataError, match="could not fetch ECG200 .*connection lost.*SPT_DATA"
-    ):
+    with pytest.raises(DataError, match="could not fetch ECG200 .*connection lost.*SPT_DATA"):
         ucr_from_aeon("ECG200", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -300,9 +264,7 @@ def test_the_page_runs_under_plain_papermill_and_keeps_its_record(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    record = json.loads(
-        (ucr_page / "runs/18_ucr/GunPoint-smoke-1/record.json").read_text()
-    )
+    record = json.loads((ucr_page / "runs/18_ucr/GunPoint-smoke-1/record.json").read_text())
     assert record["profile"] == "smoke" and record["budget"]["n_seeds"] == 1
     assert record["wall time in s"] <= time.time() - start
 
@@ -325,9 +287,5 @@ def test_a_page_run_by_hand_refuses_an_unknown_profile(ucr_page: Path) -> None:
         text=True,
         check=False,
     )
-    assert (
-        done.returncode == 1
-        and "profile = 'huge' is not allowed: input should be 'smoke', 'laptop' or 'paper'"
-        in done.stderr
-    )
+    assert done.returncode == 1 and "profile = 'huge' is not allowed: input should be 'smoke', 'laptop' or 'paper'" in done.stderr
     assert not (ucr_page / "runs").exists()

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CHROMIUM = (
-    shutil.which("chromium")
-    or shutil.which("chromium-browser")
-    or shutil.which("google-chrome")
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if not CHROMIUM and not os.environ.get("CI"):
     pytest.skip(
         "no Chromium; install your system's package to run the browser test",
@@ -42,34 +38,24 @@ def address(site: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
     with sync_playwright() as p:
-        chromium = p.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+        chromium = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield chromium
         chromium.close()
 
 
 @pytest.fixture
 def page(browser: object) -> Iterator[Page]:
-    context = browser.new_context(
-        viewport={"width": 1280, "height": 900}, color_scheme="light"
-    )
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
     page = context.new_page()
     page.complaints = []
     page.on(
         "console",
-        lambda m: (
-            page.complaints.append(m.text) if m.type in ("error", "warning") else None
-        ),
+        lambda m: page.complaints.append(m.text) if m.type in ("error", "warning") else None,
     )
     page.on("pageerror", lambda e: page.complaints.append(str(e)))
     page.on(
         "request",
-        lambda r: (
-            None
-            if r.url.startswith(("http://127.0.0.1", "data:"))
-            else page.complaints.append(f"asks for {r.url}")
-        ),
+        lambda r: None if r.url.startswith(("http://127.0.0.1", "data:")) else page.complaints.append(f"asks for {r.url}"),
     )
     yield page
     context.close()
@@ -109,24 +95,16 @@ def test_dark_mode_switch_works_and_is_remembered(page: Page, address: str) -> N
     visit(page, f"{address}/index.html")
     light = background(page)
     page.locator(".quarto-color-scheme-toggle").first.click()
-    page.wait_for_function(
-        f"getComputedStyle(document.body).backgroundColor != '{light}'"
-    )
+    page.wait_for_function(f"getComputedStyle(document.body).backgroundColor != '{light}'")
     visit(page, f"{address}/18_ucr.html")
     assert background(page) != light
 
 
 def test_maths_is_rendered(page: Page, address: str) -> None:
     visit(page, f"{address}/02_model.html")
-    page.wait_for_selector(
-        "#eq-sinusoids svg, #eq-sinusoids mjx-container", state="attached"
-    )
+    page.wait_for_selector("#eq-sinusoids svg, #eq-sinusoids mjx-container", state="attached")
     shown = page.locator("main").inner_text()
-    assert (
-        "\\sin" not in shown
-        and "\\(" not in shown
-        and "W_Q" not in page.locator("main p").all_inner_texts()
-    )
+    assert "\\sin" not in shown and "\\(" not in shown and "W_Q" not in page.locator("main p").all_inner_texts()
     assert page.locator("#eq-sinusoids").bounding_box()["height"] > 20
 
 
@@ -137,9 +115,7 @@ def test_a_name_leads_to_its_documentation(page: Page, address: str) -> None:
     assert "spt_nbdev.spt" in page.locator("#api-pretrain").inner_text()
 
 
-def test_a_phone_shows_pages_without_sideways_scrolling(
-    browser: object, address: str, site: Path
-) -> None:
+def test_a_phone_shows_pages_without_sideways_scrolling(browser: object, address: str, site: Path) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844})
     page = context.new_page()
     for name in names(site):
@@ -150,20 +126,14 @@ def test_a_phone_shows_pages_without_sideways_scrolling(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_serious_fault(
-    browser: object, address: str, site: Path, scheme: str
-) -> None:
-    context = browser.new_context(
-        viewport={"width": 1280, "height": 900}, color_scheme=scheme
-    )
+def test_axe_finds_no_serious_fault(browser: object, address: str, site: Path, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     faults = []
     for name in names(site):
         visit(page, f"{address}/{name}")
         for v in Axe().run(page).response["violations"]:
             if v["impact"] in ("serious", "critical"):
-                faults.append(
-                    f"{name}: {v['id']} ({v['impact']}): {v['nodes'][0]['html'][:160]}"
-                )
+                faults.append(f"{name}: {v['id']} ({v['impact']}): {v['nodes'][0]['html'][:160]}")
     context.close()
     assert faults == []

@@ -59,11 +59,7 @@ def test_the_classifier_does_not_see_the_order_without_positions() -> None:
 
 def copying_task(n: int = 64) -> Task:
     """Each series is constant; its value can be read off any visible step."""
-    x = (
-        torch.randn(n, 1, 1, generator=torch.Generator().manual_seed(0))
-        .expand(n, 24, 1)
-        .contiguous()
-    )
+    x = torch.randn(n, 1, 1, generator=torch.Generator().manual_seed(0)).expand(n, 24, 1).contiguous()
     y = (x[:, 0, 0] > 0).long()
     return Task("copying", x, y, x, y, 2)
 
@@ -79,22 +75,15 @@ def test_pretraining_learns_to_copy_and_the_loss_sees_hidden_steps_only() -> Non
     assert curves.loss.iloc[-1] < 0.05 * task.x_train.var()
     seen, mask = mask_steps(task.x_train, 0.3, torch.Generator().manual_seed(1))
     wrong_where_visible = torch.where(mask[..., None], task.x_train, task.x_train + 5)
-    assert (
-        masked_loss(wrong_where_visible, task.x_train, mask) == 0
-        and seen[..., 0][mask].abs().max() == 0
-    )
+    assert masked_loss(wrong_where_visible, task.x_train, mask) == 0 and seen[..., 0][mask].abs().max() == 0
 
 
 def test_labels_do_not_reach_pretraining() -> None:
     task = copying_task()
-    other = Task(
-        task.name, task.x_train, 1 - task.y_train, task.x_test, 1 - task.y_test, 2
-    )
+    other = Task(task.name, task.x_train, 1 - task.y_train, task.x_test, 1 - task.y_test, 2)
     config, fit = ModelConfig(d_model=16, n_layers=1, d_ff=32), Fit(2)
     (a, _), (b, _) = pretrain(task, config, fit), pretrain(other, config, fit)
-    assert all(
-        torch.equal(u, v) for u, v in zip(a.parameters(), b.parameters(), strict=True)
-    )
+    assert all(torch.equal(u, v) for u, v in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_the_test_split_does_not_reach_training() -> None:
@@ -109,16 +98,12 @@ def test_the_test_split_does_not_reach_training() -> None:
     )
     config, fit = ModelConfig(d_model=16, n_layers=1, d_ff=32), Fit(3)
     (a, _), (b, _) = finetune(task, config, fit), finetune(other, config, fit)
-    assert all(
-        torch.equal(u, v) for u, v in zip(a.parameters(), b.parameters(), strict=True)
-    )
+    assert all(torch.equal(u, v) for u, v in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_a_diverging_run_stops_with_advice() -> None:
     task = copying_task()
-    broken = Task(
-        task.name, task.x_train * 1e30, task.y_train, task.x_test, task.y_test, 2
-    )
+    broken = Task(task.name, task.x_train * 1e30, task.y_train, task.x_test, task.y_test, 2)
     with pytest.raises(FloatingPointError, match="lower lr = 0.5"):
         pretrain(broken, ModelConfig(d_model=16, n_layers=1, d_ff=32), Fit(5, lr=0.5))
 
@@ -138,8 +123,6 @@ import torch
 task = data.Task("t", torch.randn(8, 12, 1), torch.arange(8) % 2, torch.randn(4, 12, 1), torch.arange(4) % 2, 2)
 print(len(ucr.run_seed(task, ucr.Choice(1, 1e-3, 1e-3), ucr.Budget(1, 1, 2), 0)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "7"

@@ -13,10 +13,7 @@ from spt_nbdev.stage import listed_pages
 
 @pytest.fixture(scope="session")
 def pages(root: Path) -> list[str]:
-    return [
-        Path(p).with_suffix(".html").name
-        for p in listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))
-    ]
+    return [Path(p).with_suffix(".html").name for p in listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))]
 
 
 def test_site_passes_the_gate(site: Path, pages: list[str]) -> None:
@@ -24,9 +21,7 @@ def test_site_passes_the_gate(site: Path, pages: list[str]) -> None:
 
 
 def test_every_notebook_is_in_the_navigation(root: Path, pages: list[str]) -> None:
-    assert {p.stem for p in (root / "nbs").glob("*.ipynb")} == {
-        Path(p).stem for p in pages
-    }
+    assert {p.stem for p in (root / "nbs").glob("*.ipynb")} == {Path(p).stem for p in pages}
 
 
 def in_text(html: str) -> Callable[[str], str]:
@@ -69,9 +64,7 @@ FAULTS = [
         "a style from another host",
     ),
     (
-        in_head(
-            "<script type='module'>import x from 'https://cdn.example.org/x.js'</script>"
-        ),
+        in_head("<script type='module'>import x from 'https://cdn.example.org/x.js'</script>"),
         "a script imports from another host",
     ),
     (
@@ -124,24 +117,16 @@ def test_planted_fault_is_caught(
     page = copy / "18_ucr.html"
     page.write_text(spoil(page.read_text()))
     faults = check_site(copy, pages)
-    assert any(
-        fault.startswith("18_ucr.html: ") and expected in fault for fault in faults
-    ), faults
+    assert any(fault.startswith("18_ucr.html: ") and expected in fault for fault in faults), faults
 
 
 def test_missing_page_is_caught(site: Path, pages: list[str], tmp_path: Path) -> None:
-    copy = shutil.copytree(
-        site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax")
-    )
+    copy = shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax"))
     (copy / "18_ucr.html").unlink()
     assert "18_ucr.html: the page is missing" in check_site(copy, pages)
 
 
-def test_remote_font_in_a_theme_is_caught(
-    site: Path, pages: list[str], tmp_path: Path
-) -> None:
-    copy = shutil.copytree(
-        site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax")
-    )
+def test_remote_font_in_a_theme_is_caught(site: Path, pages: list[str], tmp_path: Path) -> None:
+    copy = shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax"))
     (copy / "styles.css").write_text("@import url('https://fonts.example.org/css');")
     assert check_site(copy, pages) == ["styles.css: loads something from another host"]

@@ -16,9 +16,7 @@ BIN = Path(sys.executable).parent
 def run(command: str, folder: Path) -> None:
     # With IN_TEST set, nbdev exports nothing and reports success.
     env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}
-    subprocess.run(
-        [str(BIN / command)], cwd=folder, env=env, check=True, capture_output=True
-    )
+    subprocess.run([str(BIN / command)], cwd=folder, env=env, check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -31,14 +29,9 @@ def sources(root: Path, tmp_path: Path) -> Path:
 
 def test_export_gives_the_package(root: Path, sources: Path) -> None:
     run("nbdev_export", sources)
-    exported, package = (
-        {p.name for p in (folder / "spt_nbdev").glob("*.py")}
-        for folder in (sources, root)
-    )
+    exported, package = ({p.name for p in (folder / "spt_nbdev").glob("*.py")} for folder in (sources, root))
     assert exported == package
-    _, differ, errors = filecmp.cmpfiles(
-        sources / "spt_nbdev", root / "spt_nbdev", exported, shallow=False
-    )
+    _, differ, errors = filecmp.cmpfiles(sources / "spt_nbdev", root / "spt_nbdev", exported, shallow=False)
     assert not differ and not errors, f"run `make sync`: {differ}"
 
 
@@ -52,24 +45,16 @@ def test_an_edit_of_the_package_is_noticed(root: Path, sources: Path) -> None:
 def test_cleaning_changes_nothing(root: Path, sources: Path) -> None:
     run("nbdev_clean", sources)
     for path in (root / "nbs").glob("*.ipynb"):
-        assert (sources / "nbs" / path.name).read_bytes() == path.read_bytes(), (
-            f"run `make sync`: {path.name}"
-        )
+        assert (sources / "nbs" / path.name).read_bytes() == path.read_bytes(), f"run `make sync`: {path.name}"
 
 
 def test_each_notebook_has_title_and_parameters_and_no_output(root: Path) -> None:
     for path in (root / "nbs").glob("*.ipynb"):
         nb = nbformat.read(path, as_version=4)
         first, second = nb.cells[:2]
-        assert (
-            first.cell_type == "markdown"
-            and first.source.startswith("# ")
-            and "\n\n> " in first.source
-        ), path.name
+        assert first.cell_type == "markdown" and first.source.startswith("# ") and "\n\n> " in first.source, path.name
         assert second.metadata.get("tags") == ["parameters"], path.name
-        assert not any(
-            c.get("outputs") or c.get("execution_count") for c in nb.cells
-        ), path.name
+        assert not any(c.get("outputs") or c.get("execution_count") for c in nb.cells), path.name
 
 
 def test_there_is_one_configuration(root: Path) -> None:
