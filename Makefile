@@ -9,7 +9,7 @@ unexport IN_TEST
 
 .PHONY: help env site test lab sync clean
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Settings: PROFILE=smoke (the default), laptop or paper; PYTHON=python3.11"
 
 env: $(READY)  ## make the environment in .venv

@@ -9,7 +9,6 @@ __all__ = ['UCRName', 'UCR', 'Split', 'DataError', 'Task', 'fold', 'UCRFacts', '
 # %% ../nbs/01_data.ipynb #90f9b942
 import hashlib
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +134,7 @@ def ucr_files(
     "Find a UCR set in a folder that the user named, or raise a `DataError` that lists where it looked."
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise DataError(f"SPT_DATA names {folder}, which is not a folder")
+        raise DataError(f"the data folder {folder} (SPT_DATA, or the argument) is not a folder")
     homes = [folder, folder / name, folder / "ucr", folder / "ucr" / name]
     for home in homes:
         if (train := home / f"{name}_TRAIN.tsv").exists() or (home / f"{name}_TEST.tsv").exists():
@@ -213,7 +212,7 @@ def ucr_from_aeon(
                 f"aeon could not fetch {name} ({type(e).__name__}: {e}); try again with a connection, or put "
                 f"{name}_TRAIN.tsv and {name}_TEST.tsv from the UCR archive into a folder and name it in SPT_DATA"
             ) from None
-        shutil.move(Path(tmp, name), home / name)
+        os.replace(Path(tmp, name), home / name)
     return splits
 
 # %% ../nbs/01_data.ipynb #e18bd336

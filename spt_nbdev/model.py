@@ -52,7 +52,12 @@ def sinusoids(
 class Attention(nn.Module):
     "Multi-head softmax attention over the whole sequence, with biases and without a mask."
 
-    def __init__(self, d_model: int, n_heads: int, tied_init: bool = True) -> None:
+    def __init__(
+        self,
+        d_model: int,  # width, a multiple of n_heads
+        n_heads: int,
+        tied_init: bool = True,  # key, value and out start as copies of query
+    ) -> None:
         super().__init__()
         self.n_heads = n_heads
         self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
@@ -94,7 +99,12 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     "From numbers to vectors: linear embedding, sinusoids, blocks, final LayerNorm."
 
-    def __init__(self, config: ModelConfig, channels: int, length: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        channels: int,  # values in a step of the input
+        length: int,  # longest sequence
+    ) -> None:
         super().__init__()
         self.embed = nn.Linear(channels, config.d_model)
         self.register_buffer("positions", sinusoids(length, config.d_model), persistent=False)
@@ -109,7 +119,12 @@ class Encoder(nn.Module):
 class Reconstructor(nn.Module):
     "An encoder with a linear head that predicts the value of each step; its input carries one more channel, the mask flag."
 
-    def __init__(self, config: ModelConfig, channels: int, length: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        channels: int,  # values in a step of the series, the mask flag not counted
+        length: int,  # longest sequence
+    ) -> None:
         super().__init__()
         self.encoder = Encoder(config, channels + 1, length)
         self.head = nn.Linear(config.d_model, channels)
@@ -122,7 +137,13 @@ class Reconstructor(nn.Module):
 class Classifier(nn.Module):
     "An encoder with a head on the mean over steps: one linear map, or an MLP with ReLU."
 
-    def __init__(self, config: ModelConfig, channels: int, length: int, n_classes: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        channels: int,  # values in a step of the input
+        length: int,  # longest sequence
+        n_classes: int,
+    ) -> None:
         super().__init__()
         self.encoder = Encoder(config, channels, length)
         last = nn.Linear(config.d_model, n_classes)

@@ -75,8 +75,8 @@ class Box:
 # %% ../nbs/00_page.ipynb #641d928f
 CLAIMS = {
     "smoke": ("A smoke run", "tiny budgets, to show that everything runs. Its numbers mean nothing."),
-    "laptop": ("A laptop run", "made on two CPU cores. It may show that an effect exists."),
-    "paper": ("A paper-budget run", "at the paper's own budget. It may be held against the paper's numbers."),
+    "laptop": ("A laptop run", "made on two CPU cores. It may show that an effect exists, not that a printed number is reproduced."),
+    "paper": ("A paper-budget run", "at the paper's own budget, as far as the paper prints it. It may reproduce a printed number."),
 }
 
 

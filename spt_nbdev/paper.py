@@ -67,6 +67,8 @@ class Gain:
     @property
     def effect(self) -> str:
         "What the interval says: holds, reversed or undecided."
+        if self.std == 0:  # differences that happen to be equal say nothing about their spread
+            return "undecided"
         return "holds" if self.low > 0 else "reversed" if self.high < 0 else "undecided"
 
     def covers(self, value: float) -> bool:

@@ -67,7 +67,7 @@ def render_with_smalldocs(
 MATHJAX_PARTS = ["MathJax.js", "extensions/TeX", "jax/input/TeX", "jax/element", "jax/output/SVG"]
 MATHJAX_PARTS += [f"extensions/{name}.js" for name in ("tex2jax", "AssistiveMML", "toMathML", "MathEvents")]
 REMOTE_MATHS = re.compile(r'\s*<(script|link)\b[^>]*(?:src|href)="https?://[^"]*(?:mathjax|katex|polyfill)[^"]*"[^>]*>(?:\s*</script>)?', re.I)
-REMOTE_FONTS = re.compile(r"""@import\s+(?:url\()?["']?https?://[^"';)]+(?:;[^"';)]+)*["']?\)?[^;{}]*;""")
+REMOTE_FONTS = re.compile(r"""@import\s*(?:url\()?["']?(?:https?:)?//[^"';)]+(?:;[^"';)]+)*["']?\)?[^;{}]*;""")
 LOCAL_MATHS = """
 <script type="text/x-mathjax-config">
 MathJax.Hub.Config({{
@@ -115,7 +115,9 @@ FOLD_HEAD = re.compile(r'<div class="callout-header[^"]*"(?=[^>]*data-bs-toggle=
 
 def make_accessible(html: str) -> str:
     "Let the keyboard open folded boxes."
-    return FOLD_HEAD.sub(lambda m: f"""{m[0]} role="button" tabindex="0" onkeydown="if (event.key === 'Enter') this.click()\"""", html)
+    return FOLD_HEAD.sub(
+        lambda m: f"""{m[0]} role="button" tabindex="0" onkeydown="if ([' ', 'Enter'].includes(event.key)) {{ event.preventDefault(); this.click() }}\"""", html
+    )
 
 # %% ../nbs/23_site.ipynb #295985ae
 def build_site(

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['mask_steps', 'masked_loss', 'Fit', 'Trainer', 'seeded', 'pretrain', 'transfer', 'score', 'finetune']
 
-# %% ../nbs/03_spt.ipynb #d7148c5e
-import copy
+# %% ../nbs/03_spt.ipynb #5e6d5548
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,7 +59,12 @@ class Fit:
 class Trainer:
     "AdamW with linear warm-up, and the order in which batches come."
 
-    def __init__(self, model: nn.Module, fit: Fit, seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,  # all of its parameters are trained
+        fit: Fit,
+        seed: int,  # of the batch order, and of whatever else draws from `generator`
+    ) -> None:
         self.model, self.fit = model, fit
         self.generator = torch.Generator().manual_seed(seed)
         self.optimiser = torch.optim.AdamW(model.parameters(), lr=fit.lr, weight_decay=fit.weight_decay)
@@ -94,7 +98,7 @@ def seeded(
     seed: int,  # decides the draw
 ) -> nn.Module:  # the module, with torch's global random state left as it was
     "Build a module whose first weights depend on the seed alone."
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make(*args)
 
@@ -106,7 +110,7 @@ def pretrain(
     mask_ratio: float = 0.5,  # probability that a step is hidden, above 0 and below 1
     seed: int = 0,
 ) -> tuple[Encoder, pd.DataFrame]:  # the trained encoder, and one row an epoch: epoch, loss (over hidden steps)
-    "Masked self-pretraining on a task's own training sequences (paper: section 2)."
+    "Masked self-pretraining on a task's own training sequences (paper: section 2); a run that diverges is a `FloatingPointError`."
     check_number("mask_ratio", mask_ratio, 0, 1)
     model = seeded(Reconstructor, config, task.channels, task.length, seed=seed)
     trainer = Trainer(model, fit, seed)
@@ -132,7 +136,7 @@ def transfer(
     heads = [encoder.blocks[0].attention.n_heads for encoder in (source, target)]
     if heads[0] != heads[1]:
         raise ValueError(f"the pretrained encoder has {heads[0]} heads and this one {heads[1]}; pretrain with the same ModelConfig")
-    state = copy.deepcopy(source.state_dict())
+    state = dict(source.state_dict())
     state["embed.weight"] = state["embed.weight"][:, :-1]
     try:
         target.load_state_dict(state)
@@ -157,8 +161,8 @@ def finetune(
     fit: Fit,
     pretrained: Encoder | None = None,  # where the encoder starts; None trains from scratch
     seed: int = 0,
-) -> tuple[Classifier, pd.DataFrame]:  # the classifier, and one row an epoch: epoch, loss, train_loss, train_acc, test_loss, test_acc
-    "Train a classifier on labels, from a pretrained encoder or from scratch (paper: section 2)."
+) -> tuple[Classifier, pd.DataFrame]:  # and one row an epoch: epoch, loss, train_loss, train_acc, test_loss, test_acc
+    "Train a classifier on labels, pretrained or from scratch (paper: section 2); a run that diverges is a `FloatingPointError`."
     model = seeded(Classifier, config, task.channels, task.length, task.n_classes, seed=seed)
     if pretrained is not None:
         transfer(pretrained, model.encoder)

@@ -90,9 +90,9 @@ def test_the_others_run_when_a_kernel_is_killed(project: Path) -> None:
     notebook(project / "nbs/04_fine.ipynb", "assert profile == 'laptop'")
     done = spt(project, "reproduce", "--profile", "laptop")
     assert done.returncode == 1
-    assert "cell 4 (`import os, sys`): the kernel was killed by SIGKILL (often: out of memory)" in done.stdout
-    assert "cell 4 (`import os`): the kernel exited with status 0" in done.stdout
-    assert "cell 4 (`1 / 0`): ZeroDivisionError: division by zero" in done.stdout
+    assert "cell 3 (`import os, sys`): the kernel was killed by SIGKILL (often: out of memory)" in done.stdout
+    assert "cell 3 (`import os`): the kernel exited with status 0" in done.stdout
+    assert "cell 3 (`1 / 0`): ZeroDivisionError: division by zero" in done.stdout
     assert "3 of 4 notebooks failed" in done.stdout
     assert executed(project) == {
         "failed/laptop/01_killed.ipynb",
