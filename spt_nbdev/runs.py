@@ -15,11 +15,9 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from hashlib import sha256
 from importlib import metadata
 from io import BytesIO
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,13 +162,14 @@ def load_record(
 
 # %% ../nbs/00_runs.ipynb #61a52c3e
 def in_parallel(
-    function: Callable[..., Any],  # of a module, so that another process can import it
+    function: Callable[..., Any],  # may be defined in a notebook
     arguments: Sequence[tuple],  # one tuple a call
 ) -> list[Any]:  # the results, in the order of the arguments
     "Call a function for many arguments in parallel one-thread processes, one for each core."
-    workers = max(1, min(len(arguments), os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        return [call.result() for call in [pool.submit(function, *a) for a in arguments]]
+    import joblib
+
+    with joblib.parallel_config("loky", inner_max_num_threads=1):
+        return joblib.Parallel(n_jobs=-1, max_nbytes=None)(joblib.delayed(function)(*a) for a in arguments)
 
 # %% ../nbs/00_runs.ipynb #066539d1
 def check_whole(

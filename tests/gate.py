@@ -9,16 +9,26 @@ from urllib.parse import unquote, urlsplit
 
 from bs4 import BeautifulSoup, Tag
 
-RAW_SYNTAX = re.compile(r"(?<![\w@.])@(?:fig|tbl|eq|sec|lst)-\w+|\?@|\[-?@\w|\{#[\w-]+[^}]*\}|#\||:::")
-MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:home|root|tmp|Users|work|var|private)/[\w.-]+|\b[A-Z]:\\\\?Users")
-TROUBLE = re.compile(r"Traceback \(most recent call last\)|\b\w*(?:Warning|Error): ")
+RAW_SYNTAX = re.compile(
+    r"(?<![\w@./])@(?:(?:fig|tbl|eq|sec|lst)-\w+|[A-Za-z]+\d{4}\b)"  # a reference
+    r"|\?@|\[-?@\w|\b[a-z]+\d{4}\?"  # one that Quarto could not resolve
+    r"|\{#[\w-]+[^}]*\}|#\||:::|\{\{<|\$\$|\]\([\w./#-]+\)|^\s*\|.*\|\s*$|^\s*#{1,6} \w",
+    re.M,
+)
+MACHINE_PATH = re.compile(
+    r"(?<![\w.:/-])/(?:home|root|tmp|Users|work|workspace|var|private|opt|mnt)/[\w.-]+|file:///\S+|\b[A-Z]:\\+Users|https?://(?:localhost|127\.)[\w:.]*"
+)
+TROUBLE = re.compile(
+    r"Traceback \(most recent call last\)|An Exception was encountered|\b\w*(?:Warning|Error|Exception|Exit): |\bWARNING:"
+    r"|<Figure size |<IPython\.| object at 0x|\bnan\b"
+)
 REMOTE_CSS = re.compile(r"""(?:@import|url\()\s*(?:url\()?["']?(?:https?:)?//""")
 MAX_BYTES = 2_000_000
 
 
-def check_site(site: Path, pages: list[str]) -> list[str]:
-    """All faults of a site, one line each; `pages` are the files that the navigation lists."""
-    faults = [f"{page}: the page is missing" for page in pages if not (site / page).exists()]
+def check_site(site: Path, labels: dict[str, set[str]]) -> list[str]:
+    """All faults of a site, one line each; `labels` has the labels of each page that the navigation lists."""
+    faults = [f"{page}: the page is missing" for page in labels if not (site / page).exists()]
     soups = {p.relative_to(site).as_posix(): BeautifulSoup(p.read_bytes(), "html.parser") for p in sorted(site.rglob("*.html"))}
     ids = {name: {tag["id"] for tag in soup.find_all(id=True)} for name, soup in soups.items()}
     for css in site.rglob("*.css"):
@@ -42,12 +52,14 @@ def check_site(site: Path, pages: list[str]) -> list[str]:
 
 def raw_syntax(soup: BeautifulSoup) -> Iterator[str]:
     """Markdown or directives that the renderer left as they were."""
-    for text in soup.body.find_all(string=RAW_SYNTAX):
-        if not text.find_parent(["code", "pre", "script", "style"]):
+    if not soup.find("h1") or not soup.find("title"):
+        yield "no title"
+    for text in (soup.body or soup).find_all(string=RAW_SYNTAX):
+        if not text.find_parent(["code", "pre", "script", "style"]) and not text.find_parent(class_="math"):
             yield f"raw syntax {RAW_SYNTAX.search(text)[0]!r}"
     for code in soup.select("pre code"):
-        if code.get_text().lstrip().startswith("#|"):
-            yield f"a directive heads a code cell: {code.get_text().lstrip().splitlines()[0]!r}"
+        if found := re.search(r"^#\|.*", code.get_text(), re.M):
+            yield f"a directive in a code cell: {found[0]!r}"
 
 
 def repeated_ids(soup: BeautifulSoup) -> Iterator[str]:
@@ -87,7 +99,7 @@ def troubled_outputs(soup: BeautifulSoup) -> Iterator[str]:
 
 def broken_links(site: Path, name: str, soup: BeautifulSoup, ids: dict[str, set[str]]) -> Iterator[str]:
     """Links and pictures within the site that lead nowhere."""
-    urls = [tag.get("href") or tag.get("src") for tag in soup.select("a[href], img[src]")]
+    urls = [tag.get("href") or tag.get("src") or "" for tag in soup.select("a[href], img, script[src], link[href]")]
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme or parts.netloc:
@@ -110,7 +122,12 @@ def unlabelled(soup: BeautifulSoup) -> Iterator[str]:
     def caption(tag: Tag | None, word: str) -> bool:
         return bool(tag) and any(re.match(rf"\s*{word}\s\d+\s?: \S", c.get_text()) for c in tag.find_all(["figcaption", "caption"]))
 
-    main = soup.find("main") or soup.body
+    main = soup.find("main") or soup
+    numbers = Counter(m[0] for c in main.find_all(["figcaption", "caption"]) if (m := re.match(r"\s*(?:Figure|Table)\s\d+", c.get_text())))
+    yield from (f"{number.strip()} stands twice" for number, n in numbers.items() if n > 1)
+    for box in main.find_all(id=re.compile("^(?:fig|tbl)-")):
+        if not box.find(["img", "svg"] if box["id"].startswith("fig") else "table") and box.name != "table":
+            yield f"{box['id']} is empty"
     for img in main.find_all("img"):
         if not (img.get("alt") or "").strip():
             yield "a picture without alt text"

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -239,11 +238,67 @@ def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_download_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import spt_nbdev.data as data
+
+    published, calls = data.read_aeon("GunPoint", None), []
+
+    def fetch(name: str, folder: Path) -> list[data.Split]:
+        calls.append(folder)
+        Path(folder, name).mkdir(exist_ok=True)
+        return published
+
+    monkeypatch.setattr(data, "read_aeon", fetch)
+    monkeypatch.setitem(data.UCR, "ECG200", data.UCR["GunPoint"])
+    for _ in range(2):
+        assert data.ucr_from_aeon("ECG200", tmp_path) is published
+    assert calls[0] != tmp_path and calls[1] == tmp_path and [p.name for p in tmp_path.iterdir()] == ["ECG200"]
+
+
+def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
+    from spt_nbdev.data import DataError, ucr_from_aeon
+
+    (tmp_path / "ECG200").mkdir()
+    for split in ("TRAIN", "TEST"):
+        (tmp_path / f"ECG200/ECG200_{split}.ts").write_text("junk")
+    with pytest.raises(DataError, match=f"the cached copy of ECG200 is damaged .*delete {tmp_path}/ECG200"):
+        ucr_from_aeon("ECG200", tmp_path)
+
+
+def test_two_runs_at_once_do_not_disturb_each_other(project: Path) -> None:
+    for i in range(2):
+        notebook(project / f"nbs/0{i}_a.ipynb", "import time\ntime.sleep(1)")
+    runs = [subprocess.Popen([SPT, "reproduce", "--profile", p], cwd=project, stdout=subprocess.PIPE, text=True) for p in ("smoke", "laptop")]
+    outputs = [run.communicate()[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    assert {p.name for p in (project / "nbs").iterdir()} == {"00_a.ipynb", "01_a.ipynb"}
+
+
+def test_a_site_that_fails_leaves_the_old_one(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import spt_nbdev.site as site
+
+    built = tmp_path / "build/site/smoke/_site"
+    built.mkdir(parents=True)
+    (built / "index.html").write_text("old")
+    (tmp_path / "settings.ini").touch()
+    (tmp_path / "_quarto.yml").write_text("website: {title: T}\n")
+    (tmp_path / "references.bib").touch()
+    monkeypatch.setattr(site.shutil, "which", lambda name: None)
+
+    def fail(draft: Path) -> None:
+        raise site.SiteError("no")
+
+    monkeypatch.setattr(site, "render_with_smalldocs", fail)
+    (tmp_path / "nbs").mkdir()
+    with pytest.raises(site.SiteError):
+        site.build_site(tmp_path, "smoke")
+    assert (built / "index.html").read_text() == "old" and [p.name for p in (tmp_path / "build/site").iterdir()] == ["smoke"]
+
+
 def test_the_page_runs_under_plain_papermill_and_keeps_its_record(
     ucr_page: Path,
 ) -> None:
     papermill = str(Path(sys.executable).parent / "papermill")
-    start = time.time()
     done = subprocess.run(
         [
             papermill,
@@ -265,8 +320,7 @@ def test_the_page_runs_under_plain_papermill_and_keeps_its_record(
     )
     assert done.returncode == 0, done.stderr
     record = json.loads((ucr_page / "runs/18_ucr/GunPoint-smoke-1/record.json").read_text())
-    assert record["profile"] == "smoke" and record["budget"]["n_seeds"] == 1
-    assert record["wall time in s"] <= time.time() - start
+    assert record["profile"] == "smoke" and record["settings"]["n_seeds"] == 1
 
 
 def test_a_page_run_by_hand_refuses_an_unknown_profile(ucr_page: Path) -> None:

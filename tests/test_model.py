@@ -1,15 +1,21 @@
 """The model against torch's own Transformer layer, and what it may import."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
-from spt_nbdev.data import Task
+from spt_nbdev.data import Task, load_ucr
 from spt_nbdev.model import Block, Classifier, ModelConfig
+from spt_nbdev.runs import load_record
 from spt_nbdev.spt import Fit, finetune, mask_steps, masked_loss, pretrain
+from spt_nbdev.ucr import BUDGETS, Budget, Search, choose, run_seed, search_fold, settings
 
 
 def torch_layer(block: Block, config: ModelConfig) -> nn.TransformerEncoderLayer:
@@ -103,12 +109,38 @@ def test_the_test_split_does_not_reach_training() -> None:
 
 def test_a_diverging_run_stops_with_advice() -> None:
     task = copying_task()
-    broken = Task(task.name, task.x_train * 1e30, task.y_train, task.x_test, task.y_test, 2)
-    with pytest.raises(FloatingPointError, match="lower lr = 0.5"):
-        pretrain(broken, ModelConfig(d_model=16, n_layers=1, d_ff=32), Fit(5, lr=0.5))
+    with pytest.raises(FloatingPointError, match="is not finite after .* lower lr = 0.9"):
+        pretrain(
+            Task("large", task.x_train * 1e18, task.y_train, task.x_test, task.y_test, 2),
+            ModelConfig(d_model=16, n_layers=1, d_ff=32),
+            Fit(50, lr=0.9, warmup_steps=0),
+        )
 
 
-def test_training_needs_only_torch_numpy_and_pandas() -> None:
+def test_the_search_ranks_every_cell_on_every_fold() -> None:
+    task = copying_task(20)
+    blind = Task(task.name, task.x_train, task.y_train, task.x_test + 7, 1 - task.y_test, 2)
+    grid, budget = Search(n_layers=(1,), lr=(1e-3, 3e-3), n_seeds=1, n_folds=2, tail=1), Budget(1, 1, 2)
+    runs, again = (pd.concat([search_fold(t, grid, budget, 1, 0, k) for k in range(2)]) for t in (task, blind))
+    assert runs.groupby(["condition", "lr", "fold"]).size().eq(1).all() and len(runs) == 8
+    pd.testing.assert_frame_equal(runs, again, obj="the test split has no say")
+
+
+def test_the_stored_run_is_what_the_code_gives(root: Path) -> None:
+    """The first epochs of the stored laptop run, trained again; other processors may differ in the last digits."""
+    record, curves = load_record(root / "results/18_ucr/GunPoint-laptop")
+    runs = load_record(root / "results/18_ucr/search")[1]
+    choice = choose(runs)
+    assert record["settings"] == json.loads(json.dumps(settings(load_ucr("GunPoint"), choice, BUDGETS["laptop"])))
+    torch.set_num_threads(1)
+    again = run_seed(load_ucr("GunPoint"), choice, Budget(1, 3, 3), seed=0)
+    stored = curves[(curves.seed == 0) & (curves.epoch <= 3)]
+    for condition, stage in [("SPT", "pretrain"), ("scratch", "finetune"), ("scratch, SPT's lr", "finetune")]:
+        a, b = (c[(c.condition == condition) & (c.stage == stage)].loss.to_numpy() for c in (again, stored))
+        np.testing.assert_allclose(a, b, rtol=1e-3, err_msg=f"{condition}, {stage}")
+
+
+def test_training_needs_no_notebook_tools() -> None:
     """A GPU machine has no notebook tools; the training modules must import and run without them."""
     code = """
 import sys

@@ -4,24 +4,28 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from gate import MAX_BYTES, check_site
 
+from spt_nbdev.resolve import number_labels
 from spt_nbdev.stage import listed_pages
 
 
 @pytest.fixture(scope="session")
-def pages(root: Path) -> list[str]:
-    return [Path(p).with_suffix(".html").name for p in listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))]
+def labels(root: Path) -> dict[str, set[str]]:
+    """The labels of each page that the navigation lists."""
+    pages = listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))
+    return {f"{Path(p).stem}.html": set(number_labels(nbformat.read(root / "nbs" / p, as_version=4))) for p in pages}
 
 
-def test_site_passes_the_gate(site: Path, pages: list[str]) -> None:
-    assert check_site(site, pages) == []
+def test_site_passes_the_gate(site: Path, labels: dict[str, set[str]]) -> None:
+    assert check_site(site, labels) == []
 
 
-def test_every_notebook_is_in_the_navigation(root: Path, pages: list[str]) -> None:
-    assert {p.stem for p in (root / "nbs").glob("*.ipynb")} == {Path(p).stem for p in pages}
+def test_every_notebook_is_in_the_navigation(root: Path, labels: dict[str, set[str]]) -> None:
+    assert {p.stem for p in (root / "nbs").glob("*.ipynb")} == {Path(p).stem for p in labels}
 
 
 def in_text(html: str) -> Callable[[str], str]:
@@ -48,7 +52,7 @@ FAULTS = [
     (in_text("<p>#| export</p>"), "raw syntax '#|'"),
     (
         in_text("<pre><code>#| export\nx = 1</code></pre>"),
-        "a directive heads a code cell: '#| export'",
+        "a directive in a code cell: '#| export'",
     ),
     (in_text("<p>::: {.callout}</p>"), "raw syntax ':::'"),
     (
@@ -97,14 +101,31 @@ FAULTS = [
     (swap(' alt="Two panels', ' alt="" data-x="'), "a picture without alt text"),
     (swap('id="tbl-results"', 'id="results"'), "a table without a label"),
     (swap("Table 1: ", ""), "table tbl-printed without a caption"),
+    (in_text("<figcaption>as in @amos2024</figcaption>"), "raw syntax '@amos2024'"),
+    (in_text("<p>(<strong>amos2024?</strong>)</p>"), "raw syntax 'amos2024?'"),
+    (in_text("<p>{{< include x >}}</p>"), "raw syntax '{{<'"),
+    (in_text("<p>$$x$$</p>"), "raw syntax '$$'"),
+    (in_text("<p>[x](02_model.ipynb)</p>"), "raw syntax"),
+    (in_text("<p>| a | b |</p>"), "raw syntax '| a | b |'"),
+    (in_text("<pre><code>x = 1\n#| export</code></pre>"), "a directive in a code cell"),
+    (in_text('<div class="cell-output">&lt;IPython.core.display.Markdown object&gt;</div>'), "an output with '<IPython.'"),
+    (in_text('<div class="cell-output">0.5 ± nan</div>'), "an output with 'nan'"),
+    (in_text('<a href="file:///home/x">x</a>'), "path of a machine: file:///home/x"),
+    (in_text("<p>http://localhost:8888</p>"), "path of a machine: http://localhost:8888"),
+    (in_text('<div class="cell-output">in /opt/conda/lib</div>'), "path of a machine: /opt/conda"),
+    (in_head('<script src="site_libs/gone.js"></script>'), "link to a file that isn't there: site_libs/gone.js"),
+    (in_text('<div id="fig-empty"></div>'), "fig-empty is empty"),
+    (in_text("<figcaption>Figure 1: again</figcaption>"), "Figure 1 stands twice"),
+    (swap('id="tbl-search"', 'id="search"'), "tbl-search is not on the page"),
+    (swap("<h1", "<h2"), "no title"),
     (in_text("<p>" + "x" * MAX_BYTES + "</p>"), f"over {MAX_BYTES}"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "expected"), FAULTS, ids=[e for _, e in FAULTS])
+@pytest.mark.parametrize(("spoil", "expected"), FAULTS, ids=[f"{i} {e}" for i, (_, e) in enumerate(FAULTS)])
 def test_planted_fault_is_caught(
     site: Path,
-    pages: list[str],
+    labels: dict[str, set[str]],
     tmp_path: Path,
     spoil: Callable[[str], str],
     expected: str,
@@ -116,17 +137,17 @@ def test_planted_fault_is_caught(
     )
     page = copy / "18_ucr.html"
     page.write_text(spoil(page.read_text()))
-    faults = check_site(copy, pages)
+    faults = check_site(copy, labels)
     assert any(fault.startswith("18_ucr.html: ") and expected in fault for fault in faults), faults
 
 
-def test_missing_page_is_caught(site: Path, pages: list[str], tmp_path: Path) -> None:
+def test_missing_page_is_caught(site: Path, labels: dict[str, set[str]], tmp_path: Path) -> None:
     copy = shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax"))
     (copy / "18_ucr.html").unlink()
-    assert "18_ucr.html: the page is missing" in check_site(copy, pages)
+    assert "18_ucr.html: the page is missing" in check_site(copy, labels)
 
 
-def test_remote_font_in_a_theme_is_caught(site: Path, pages: list[str], tmp_path: Path) -> None:
+def test_remote_font_in_a_theme_is_caught(site: Path, labels: dict[str, set[str]], tmp_path: Path) -> None:
     copy = shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("mathjax"))
     (copy / "styles.css").write_text("@import url('https://fonts.example.org/css');")
-    assert check_site(copy, pages) == ["styles.css: loads something from another host"]
+    assert check_site(copy, labels) == ["styles.css: loads something from another host"]

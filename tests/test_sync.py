@@ -27,19 +27,24 @@ def sources(root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def differences(exported: Path, package: Path) -> list[str]:
+    """Modules that are in one package only, or differ."""
+    mine, theirs = ({p.name for p in folder.glob("*.py")} for folder in (exported, package))
+    _, differ, errors = filecmp.cmpfiles(exported, package, mine & theirs, shallow=False)
+    return sorted({*(mine ^ theirs), *differ, *errors})
+
+
 def test_export_gives_the_package(root: Path, sources: Path) -> None:
     run("nbdev_export", sources)
-    exported, package = ({p.name for p in (folder / "spt_nbdev").glob("*.py")} for folder in (sources, root))
-    assert exported == package
-    _, differ, errors = filecmp.cmpfiles(sources / "spt_nbdev", root / "spt_nbdev", exported, shallow=False)
-    assert not differ and not errors, f"run `make sync`: {differ}"
+    assert differences(sources / "spt_nbdev", root / "spt_nbdev") == [], "run `make sync`"
 
 
-def test_an_edit_of_the_package_is_noticed(root: Path, sources: Path) -> None:
+def test_an_edit_or_a_stray_module_is_noticed(root: Path, sources: Path, tmp_path: Path) -> None:
     run("nbdev_export", sources)
-    edited = sources / "spt_nbdev/data.py"
-    edited.write_text(edited.read_text() + "\n")
-    assert not filecmp.cmp(edited, root / "spt_nbdev/data.py", shallow=False)
+    package = shutil.copytree(root / "spt_nbdev", tmp_path / "edited", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "data.py").write_text((package / "data.py").read_text() + "\n")
+    (package / "old.py").touch()
+    assert differences(sources / "spt_nbdev", package) == ["data.py", "old.py"]
 
 
 def test_cleaning_changes_nothing(root: Path, sources: Path) -> None:
