@@ -128,7 +128,7 @@ def test_the_search_ranks_every_cell_on_every_fold() -> None:
 
 def test_the_stored_run_is_what_the_code_gives(root: Path) -> None:
     """The first epochs of the stored laptop run, trained again; other processors may differ in the last digits."""
-    record, curves = load_record(root / "results/18_ucr/GunPoint-laptop")
+    record, curves = load_record(root / "results/18_ucr/GunPoint-laptop-5")
     runs = load_record(root / "results/18_ucr/search")[1]
     choice = choose(runs)
     assert record["settings"] == json.loads(json.dumps(settings(load_ucr("GunPoint"), choice, BUDGETS["laptop"])))
