@@ -35,7 +35,9 @@ def check_site(site: Path, labels: dict[str, set[str]]) -> list[str]:
         if REMOTE_CSS.search(css.read_text()):
             faults.append(f"{css.relative_to(site)}: loads something from another host")
     for name, soup in soups.items():
+        missing = [f"{label} is not on the page" for label in sorted(labels.get(name, set()) - ids[name])]
         checks = [
+            missing,
             raw_syntax(soup),
             repeated_ids(soup),
             remote_parts(soup),
