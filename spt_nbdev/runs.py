@@ -168,6 +168,8 @@ def in_parallel(
     "Call a function for many arguments in parallel one-thread processes, one for each core."
     import joblib
 
+    if "IN_TEST" in os.environ:  # nbdev_test forks its workers, from which a pool of processes can hang
+        return [function(*a) for a in arguments]
     with joblib.parallel_config("loky", inner_max_num_threads=1):
         return joblib.Parallel(n_jobs=-1, max_nbytes=None)(joblib.delayed(function)(*a) for a in arguments)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from spt_nbdev.data import Task, load_ucr
 from spt_nbdev.model import Block, Classifier, ModelConfig
-from spt_nbdev.runs import load_record
+from spt_nbdev.runs import in_parallel, load_record
 from spt_nbdev.spt import Fit, finetune, mask_steps, masked_loss, pretrain
 from spt_nbdev.ucr import BUDGETS, Budget, Search, choose, run_seed, search_fold, settings
 
@@ -138,6 +138,11 @@ def test_the_stored_run_is_what_the_code_gives(root: Path) -> None:
     for condition, stage in [("SPT", "pretrain"), ("scratch", "finetune"), ("scratch, SPT's lr", "finetune")]:
         a, b = (c[(c.condition == condition) & (c.stage == stage)].loss.to_numpy() for c in (again, stored))
         np.testing.assert_allclose(a, b, rtol=1e-3, err_msg=f"{condition}, {stage}")
+
+
+def test_parallel_calls_keep_their_order_and_have_one_thread() -> None:
+    assert in_parallel(divmod, [(7, 2), (9, 4), (5, 5)]) == [(3, 1), (2, 1), (1, 0)]
+    assert in_parallel(torch.get_num_threads, [(), ()]) == [1, 1]
 
 
 def test_training_needs_no_notebook_tools() -> None:
