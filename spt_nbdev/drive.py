@@ -97,7 +97,7 @@ class KernelDied(RuntimeError):
 
 def death_notice(
     code: int | None,  # the exit status of a process: negative for a signal, None if not known
-) -> str:  # such as "the kernel was killed by SIGKILL (out of memory?)"
+) -> str:  # such as "the kernel was killed by SIGKILL (often: out of memory)"
     "How a kernel process ended, in words."
     if code is None:
         return "the kernel died"

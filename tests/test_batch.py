@@ -295,51 +295,20 @@ def test_a_site_that_fails_leaves_the_old_one(root: Path, tmp_path: Path, monkey
     assert (built / "index.html").read_text() == "old" and [p.name for p in (tmp_path / "build/site").iterdir()] == ["smoke"]
 
 
-def test_the_page_runs_under_plain_papermill_and_keeps_its_record(
-    ucr_page: Path,
-) -> None:
-    papermill = str(Path(sys.executable).parent / "papermill")
-    done = subprocess.run(
-        [
-            papermill,
-            "nbs/18_ucr.ipynb",
-            "out.ipynb",
-            "--cwd",
-            "nbs",
-            "-p",
-            "profile",
-            "smoke",
-            "-p",
-            "n_seeds",
-            "1",
-        ],
-        cwd=ucr_page,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def papermill(folder: Path, *parameters: str) -> subprocess.CompletedProcess:
+    """Plain papermill on the UCR page, as the README has it."""
+    command = [str(Path(sys.executable).parent / "papermill"), "nbs/18_ucr.ipynb", "out.ipynb", "--cwd", "nbs", *parameters]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_page_runs_under_plain_papermill_and_keeps_its_record(ucr_page: Path) -> None:
+    done = papermill(ucr_page, "-p", "profile", "smoke", "-p", "n_seeds", "1")
     assert done.returncode == 0, done.stderr
     record = json.loads((ucr_page / "runs/18_ucr/GunPoint-smoke-1/record.json").read_text())
     assert record["profile"] == "smoke" and record["settings"]["n_seeds"] == 1
 
 
 def test_a_page_run_by_hand_refuses_an_unknown_profile(ucr_page: Path) -> None:
-    papermill = str(Path(sys.executable).parent / "papermill")
-    done = subprocess.run(
-        [
-            papermill,
-            "nbs/18_ucr.ipynb",
-            "out.ipynb",
-            "--cwd",
-            "nbs",
-            "-p",
-            "profile",
-            "huge",
-        ],
-        cwd=ucr_page,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = papermill(ucr_page, "-p", "profile", "huge")
     assert done.returncode == 1 and "profile = 'huge' is not allowed: input should be 'smoke', 'laptop' or 'paper'" in done.stderr
     assert not (ucr_page / "runs").exists()
