@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['find_notebooks', 'notebook_parameters', 'plan_parameters', 'KernelDied', 'death_notice', 'where', 'Client', 'Engine',
-           'Outcome', 'execute', 'run_notebook']
+           'Outcome', 'execute', 'noting_records', 'page_name', 'run_notebook']
 
 # %% ../nbs/20_drive.ipynb #66d75cc6
 import difflib
@@ -14,7 +14,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
 from traitlets.config import Config
 
-from .runs import ParameterError, check_parameters, parameter_model, project_root
+from .params import ParameterError, check_parameters, parameter_model, project_root
 
 # %% ../nbs/20_drive.ipynb #40a5876d
 def find_notebooks(
@@ -199,6 +200,30 @@ def execute(
     return None
 
 
+@contextmanager
+def noting_records() -> Iterator[Callable[[], dict[str, str]]]:  # gives them: key to digest, `-` for a record that was not there
+    "Note which records are asked for, in this process and those that it starts."
+    with tempfile.TemporaryDirectory() as tmp:
+        log = Path(tmp, "asked")
+        log.touch()
+        os.environ["SPT_ASKED"] = str(log)
+        try:
+            yield lambda: dict(line.split() for line in log.read_text().splitlines())
+        finally:
+            del os.environ["SPT_ASKED"]
+
+
+def page_name(
+    path: Path,  # a notebook
+    build: Path,  # the build folder
+    profile: str,
+    variant: str = "",  # what sets this run apart from the page of the site, such as `dataset=ECG200`
+) -> Path:
+    "Where the executed copy of a notebook goes."
+    name = re.sub(r"[^\w.,=-]+", "_", f"{path.stem},{variant}.ipynb") if variant else path.name
+    return build / ("variants" if variant else "executed") / profile / name
+
+
 def run_notebook(
     path: Path,
     build: Path,  # the build folder
@@ -206,14 +231,20 @@ def run_notebook(
     parameters: Mapping[str, Any],
     on_cell: Callable[[int, int], None] = lambda index, n: None,
     variant: str = "",  # what sets this run apart from the page of the site, such as `dataset=ECG200`
+    inputs: Mapping[str, Any] | None = None,  # what the page rests on, to be written into it with the records that it asked for
 ) -> Outcome:
     "Run one notebook and put its page where it belongs."
     start = time.perf_counter()
-    name = re.sub(r"[^\w.,=-]+", "_", f"{path.stem},{variant}.ipynb") if variant else path.name
-    done, failed = (build / kind / profile / name for kind in ("variants" if variant else "executed", "failed"))
-    draft = build / "drafts" / f"{profile}-{os.getpid()}" / name
+    done = page_name(path, build, profile, variant)
+    failed = build / "failed" / profile / done.name
+    draft = build / "drafts" / f"{profile}-{os.getpid()}" / done.name
     draft.unlink(missing_ok=True)
-    error = execute(path, draft, parameters, on_cell)
+    with noting_records() as asked:
+        error = execute(path, draft, parameters, on_cell)
+        if error is None and inputs is not None:
+            nb = nbformat.read(draft, as_version=4)
+            nb.metadata["spt_nbdev"] = {**inputs, "records": asked()}
+            nbformat.write(nb, draft)
     if not draft.exists():  # it failed before papermill wrote anything
         shutil.copy(path, draft)
     for old in (done, failed):

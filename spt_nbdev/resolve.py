@@ -16,7 +16,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 from pybtex.database import BibliographyData, Entry, parse_file
 
-from .runs import project_root
+from .params import project_root
 from .stage import join_cell, split_cell
 
 # %% ../nbs/22_resolve.ipynb #79de9dfe

@@ -22,7 +22,7 @@ from nbdev.showdoc import show_doc
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell, new_raw_cell
 
-from .runs import project_root
+from .params import project_root
 
 # %% ../nbs/21_stage.ipynb #0598e272
 Options = dict[str, Any]

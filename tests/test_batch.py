@@ -138,9 +138,8 @@ def test_parameters_reach_the_notebook_with_their_types(project: Path) -> None:
 
 @pytest.fixture
 def ucr_page(root: Path, project: Path) -> Path:
-    """A project with the UCR page and its stored search."""
+    """A project with the UCR page."""
     shutil.copy(root / "nbs/18_ucr.ipynb", project / "nbs")
-    shutil.copytree(root / "results/18_ucr", project / "results/18_ucr")
     return project
 
 
@@ -218,7 +217,7 @@ def test_bad_data_leaves_no_page_and_no_record(ucr_page: Path, files: Path) -> N
     empty(files)
     done = spt(ucr_page, "reproduce", "18", SPT_DATA=str(files))
     assert done.returncode == 1 and "DataError: no GunPoint_TRAIN.tsv in" in done.stdout
-    assert executed(ucr_page) == {"failed/smoke/18_ucr.ipynb"} and not (ucr_page / "runs").exists()
+    assert executed(ucr_page) == {"failed/smoke/18_ucr.ipynb"} and not list(ucr_page.glob("runs/*/record.json"))
 
 
 def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,11 +300,16 @@ def papermill(folder: Path, *parameters: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_the_page_runs_under_plain_papermill_and_keeps_its_record(ucr_page: Path) -> None:
+def test_the_page_runs_under_plain_papermill_and_keeps_its_records(ucr_page: Path) -> None:
     done = papermill(ucr_page, "-p", "profile", "smoke", "-p", "n_seeds", "1")
     assert done.returncode == 0, done.stderr
-    record = json.loads((ucr_page / "runs/18_ucr/GunPoint-smoke-1/record.json").read_text())
-    assert record["profile"] == "smoke" and record["settings"]["n_seeds"] == 1
+    labels = sorted(json.loads(p.read_text())["label"] for p in ucr_page.glob("runs/*/record.json"))
+    assert labels == [
+        "finetune GunPoint 2L lr 0.001 seed 0",
+        "pretrain GunPoint 2L lr 0.001 seed 0",
+        "scratch GunPoint 2L lr 0.001 seed 0",
+        "scratch GunPoint 2L lr 0.003 seed 0",
+    ]
 
 
 def test_a_page_run_by_hand_refuses_an_unknown_profile(ucr_page: Path) -> None:

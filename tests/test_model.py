@@ -1,21 +1,24 @@
 """The model against torch's own Transformer layer, and what it may import."""
 
-import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+from tiny import Copying
 from torch import nn
 
-from spt_nbdev.data import Task, load_ucr
+from spt_nbdev.data import Fold
+from spt_nbdev.keys import key_of
 from spt_nbdev.model import Block, Classifier, ModelConfig
-from spt_nbdev.runs import in_parallel, load_record
-from spt_nbdev.spt import Fit, finetune, mask_steps, masked_loss, pretrain
-from spt_nbdev.ucr import BUDGETS, Budget, Search, choose, run_seed, search_fold, settings
+from spt_nbdev.records import Record, Store
+from spt_nbdev.runs import run_spec
+from spt_nbdev.spt import Classification, Reconstruction, mask_steps, masked_loss
+from spt_nbdev.train import Budget, Optimiser, RunSpec
+from spt_nbdev.ucr import Search, search_runs, table_6
 
 
 def torch_layer(block: Block, config: ModelConfig) -> nn.TransformerEncoderLayer:
@@ -63,103 +66,83 @@ def test_the_classifier_does_not_see_the_order_without_positions() -> None:
     torch.testing.assert_close(model(x), model(shuffled), atol=1e-5, rtol=1e-4)
 
 
-def copying_task(n: int = 64) -> Task:
-    """Each series is constant; its value can be read off any visible step."""
-    x = torch.randn(n, 1, 1, generator=torch.Generator().manual_seed(0)).expand(n, 24, 1).contiguous()
-    y = (x[:, 0, 0] > 0).long()
-    return Task("copying", x, y, x, y, 2)
+SMALL = ModelConfig(d_model=16, n_layers=1, d_ff=32)
 
 
-def test_pretraining_learns_to_copy_and_the_loss_sees_hidden_steps_only() -> None:
-    task = copying_task()
-    _, curves = pretrain(
-        task,
-        ModelConfig(d_model=16, n_layers=1, d_ff=32),
-        Fit(60, lr=1e-2),
-        mask_ratio=0.5,
-    )
-    assert curves.loss.iloc[-1] < 0.05 * task.x_train.var()
-    seen, mask = mask_steps(task.x_train, 0.3, torch.Generator().manual_seed(1))
-    wrong_where_visible = torch.where(mask[..., None], task.x_train, task.x_train + 5)
-    assert masked_loss(wrong_where_visible, task.x_train, mask) == 0 and seen[..., 0][mask].abs().max() == 0
+def run(folder: Path, objective: object, change: str = "", epochs: int = 3, **optimiser: float) -> Record:
+    return run_spec(RunSpec(Copying(change=change), SMALL, objective, Budget(epochs), Optimiser(**optimiser)), Store(folder))
 
 
-def test_labels_do_not_reach_pretraining() -> None:
-    task = copying_task()
-    other = Task(task.name, task.x_train, 1 - task.y_train, task.x_test, 1 - task.y_test, 2)
-    config, fit = ModelConfig(d_model=16, n_layers=1, d_ff=32), Fit(2)
-    (a, _), (b, _) = pretrain(task, config, fit), pretrain(other, config, fit)
-    assert all(torch.equal(u, v) for u, v in zip(a.parameters(), b.parameters(), strict=True))
+def same_weights(a: Record, b: Record) -> bool:
+    return a.facts["files"]["weights.safetensors"] == b.facts["files"]["weights.safetensors"] and a.key != b.key
 
 
-def test_the_test_split_does_not_reach_training() -> None:
-    task = copying_task()
-    other = Task(
-        task.name,
-        task.x_train,
-        task.y_train,
-        task.x_test[:5] + 3,
-        1 - task.y_test[:5],
-        2,
-    )
-    config, fit = ModelConfig(d_model=16, n_layers=1, d_ff=32), Fit(3)
-    (a, _), (b, _) = finetune(task, config, fit), finetune(other, config, fit)
-    assert all(torch.equal(u, v) for u, v in zip(a.parameters(), b.parameters(), strict=True))
+def test_pretraining_learns_to_copy_and_the_loss_sees_hidden_steps_only(tmp_path: Path) -> None:
+    x = Copying().load().x_train
+    assert run(tmp_path, Reconstruction(), epochs=60, lr=1e-2).curves.loss.iloc[-1] < 0.05 * x.var()
+    seen, mask = mask_steps(x, 0.3, torch.Generator().manual_seed(1))
+    wrong_where_visible = torch.where(mask[..., None], x, x + 5)
+    assert masked_loss(wrong_where_visible, x, mask) == 0 and seen[..., 0][mask].abs().max() == 0
 
 
-def test_a_diverging_run_stops_with_advice() -> None:
-    task = copying_task()
-    with pytest.raises(FloatingPointError, match="is not finite after .* lower lr = 0.9"):
-        pretrain(
-            Task("large", task.x_train * 1e18, task.y_train, task.x_test, task.y_test, 2),
-            ModelConfig(d_model=16, n_layers=1, d_ff=32),
-            Fit(50, lr=0.9, warmup_steps=0),
-        )
+def test_labels_do_not_reach_pretraining(tmp_path: Path) -> None:
+    assert same_weights(run(tmp_path, Reconstruction()), run(tmp_path, Reconstruction(), "labels"))
 
 
-def test_the_search_ranks_every_cell_on_every_fold() -> None:
-    task = copying_task(20)
-    blind = Task(task.name, task.x_train, task.y_train, task.x_test + 7, 1 - task.y_test, 2)
-    grid, budget = Search(n_layers=(1,), lr=(1e-3, 3e-3), n_seeds=1, n_folds=2, tail=1), Budget(1, 1, 2)
-    runs, again = (pd.concat([search_fold(t, grid, budget, 1, 0, k) for k in range(2)]) for t in (task, blind))
-    assert runs.groupby(["condition", "lr", "fold"]).size().eq(1).all() and len(runs) == 8
-    pd.testing.assert_frame_equal(runs, again, obj="the test split has no say")
+@pytest.mark.parametrize("objective", [Reconstruction(), Classification()])
+def test_the_test_split_does_not_reach_training(tmp_path: Path, objective: object) -> None:
+    assert same_weights(run(tmp_path, objective), run(tmp_path, objective, "test split"))
 
 
-def test_the_stored_run_is_what_the_code_gives(root: Path) -> None:
-    """The first epochs of the stored laptop run, trained again; other processors may differ in the last digits."""
-    record, curves = load_record(root / "results/18_ucr/GunPoint-laptop-5")
-    runs = load_record(root / "results/18_ucr/search")[1]
-    choice = choose(runs)
-    assert record["settings"] == json.loads(json.dumps(settings(load_ucr("GunPoint"), choice, BUDGETS["laptop"])))
-    torch.set_num_threads(1)
-    again = run_seed(load_ucr("GunPoint"), choice, Budget(1, 3, 3), seed=0)
-    stored = curves[(curves.seed == 0) & (curves.epoch <= 3)]
-    for condition, stage in [("SPT", "pretrain"), ("scratch", "finetune"), ("scratch, SPT's lr", "finetune")]:
-        a, b = (c[(c.condition == condition) & (c.stage == stage)].loss.to_numpy() for c in (again, stored))
-        np.testing.assert_allclose(a, b, rtol=1e-3, err_msg=f"{condition}, {stage}")
+def test_labels_do_reach_classification(tmp_path: Path) -> None:
+    """The comparison of weights would notice."""
+    assert not same_weights(run(tmp_path, Classification()), run(tmp_path, Classification(), "labels"))
 
 
-def test_parallel_calls_keep_their_order_and_have_one_thread() -> None:
-    assert in_parallel(divmod, [(7, 2), (9, 4), (5, 5)]) == [(3, 1), (2, 1), (1, 0)]
-    assert in_parallel(torch.get_num_threads, [(), ()]) == [1, 1]
+def test_a_diverging_run_stops_with_advice_and_leaves_no_record(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"is not finite after .* lower lr = 0.9"):
+        run(tmp_path, Reconstruction(), "huge", epochs=50, lr=0.9, warmup_steps=0)
+    assert not list(tmp_path.glob("*/record.json"))
 
 
-def test_training_needs_no_notebook_tools() -> None:
+def test_the_search_covers_every_cell_on_every_fold_and_never_the_test_split() -> None:
+    grid = Search(n_layers=(1, 2), lr=(1e-3, 3e-3), n_seeds=2, n_folds=3)
+    runs = search_runs(grid)
+    assert len(runs) == len(set(runs.values())) == 2 * 2 * 2 * 2 * 3
+    for (condition, n_layers, lr, seed, k), spec in runs.items():
+        assert (spec.model.n_layers, spec.optimiser.lr, spec.seed, spec.task.fold) == (n_layers, lr, seed, Fold(k, 3, seed))
+        assert (spec.init is not None) == (condition == "SPT") and (spec.init is None or spec.init.source.task == spec.task)
+
+
+def test_the_published_runs_are_what_the_code_gives(tmp_path: Path, root: Path) -> None:
+    """The first epochs of published runs, trained again; other processors may differ in the last digits."""
+    laptop, published = table_6("laptop"), Store(tmp_path, root / "results")
+    for spec in (laptop["scratch", 0], laptop["SPT", 0].init.source):
+        record = published.find(key_of(spec))
+        assert record, "the code has changed since: reproduce 18_ucr at laptop, and publish it"
+        again = run_spec(replace(spec, budget=replace(spec.budget, epochs=3, eval_every=1)), published)
+        assert again.curves.epoch.max() == 3
+        same = again.curves.merge(record.curves, on="epoch", suffixes=("", " published"))
+        assert spec.init is None and len(same) == (3 if spec.budget.eval_every == 1 else 0)
+        np.testing.assert_allclose(same.loss, same["loss published"], rtol=1e-3)
+
+
+def test_training_needs_no_notebook_tools(tmp_path: Path) -> None:
     """A GPU machine has no notebook tools; the training modules must import and run without them."""
     code = """
 import sys
 class Block:
-    blocked = {"aeon", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich", "platformdirs"}
+    blocked = {"aeon", "dask", "distributed", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich", "platformdirs"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.blocked:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
-from spt_nbdev import data, model, runs, spt, ucr, paper
-import torch
-task = data.Task("t", torch.randn(8, 12, 1), torch.arange(8) % 2, torch.randn(4, 12, 1), torch.arange(4) % 2, 2)
-print(len(ucr.run_seed(task, ucr.Choice(1, 1e-3, 1e-3), ucr.Budget(1, 1, 2), 0)))
+from spt_nbdev import data, model, paper, spt, sweep, train, ucr
+from spt_nbdev.records import Store
+import tiny
+records = sweep.sweep([tiny.finetuning(), tiny.scratch()], store=Store(sys.argv[1]))
+print(*(len(r.curves) for r in records))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "7"
+    assert done.stdout.strip() == "2 2"
