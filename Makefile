@@ -3,7 +3,7 @@ PYTHON  ?= python3.11
 PROFILE ?= smoke
 BIN     := .venv/bin
 READY   := .venv/ready
-SOURCES := $(wildcard nbs/* spt_nbdev/*.py results/*/*/*) _quarto.yml references.bib
+SOURCES := $(wildcard nbs/* spt_nbdev/*.py results/*/*) _quarto.yml references.bib
 # nbdev exports nothing, and says nothing, while this is set.
 unexport IN_TEST
 

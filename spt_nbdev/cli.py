@@ -150,7 +150,9 @@ def status(
     published = len(list(store.published.glob("*/record.json"))) if store.published else 0
     damaged = len(list(store.root.glob(".damaged/*")))
     console.print(
-        f"{len(now)} in progress, {stopped} stopped with a checkpoint, {done} stored, {published} published, {damaged} set aside as damaged", highlight=False
+        f"{len(now)} in progress, {stopped} stopped with a checkpoint, {done} stored, {published} published, {damaged} set aside as damaged",
+        highlight=False,
+        soft_wrap=True,
     )
     return 0
 
@@ -187,7 +189,7 @@ def verify_store(
     sound, problems = verify(store)
     for problem in problems:
         console.print(f"damaged, set aside: {problem}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{sound} records are sound, {len(problems)} problems", highlight=False)
+    console.print(f"{sound} records are sound, {len(problems)} problems", highlight=False, soft_wrap=True)
     return 1 if problems else 0
 
 
