@@ -172,7 +172,8 @@ def definitions(
             mentions |= {(v.__module__, v.__name__) for v in known if str(getattr(v, "__module__", "")).startswith(f"{PACKAGE}.") and hasattr(v, "__name__")}
         foreign = {u: outside[u] for u in used & outside.keys() - imports.keys()}
         table[name] = Definition(digest([shape(nodes), foreign]), frozenset(mentions - {(module, name)}))
-    return table
+    # A name that a module only hands on, from another one.
+    return {name: Definition("", frozenset({target})) for name, target in imports.items()} | table
 
 # %% ../nbs/00_code.ipynb #4c15af6f
 def home(
@@ -203,10 +204,12 @@ def code_used(
         table = definitions(module, everything)
         if name is None:
             todo += [(module, n) for n in table]
-        elif name in table:
+            continue
+        here = table.get(name, table[""])  # what is not defined at the top level is made by what the module does there
+        if here.digest:
             label = "cell" if module.startswith("cell ") else module.removeprefix(f"{PACKAGE}.")
-            found[f"{label}.{name}"] = table[name].digest
-            todo += table[name].mentions
+            found[f"{label}.{name if name in table else ''}"] = here.digest
+        todo += here.mentions
     return dict(sorted(found.items()))
 
 # %% ../nbs/00_code.ipynb #ab9c34b5

@@ -8,6 +8,7 @@ __all__ = ['find_notebooks', 'notebook_parameters', 'plan_parameters', 'KernelDi
 
 # %% ../nbs/20_drive.ipynb #66d75cc6
 import difflib
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from papermill.engines import NBClientEngine, NotebookExecutionManager, papermil
 from traitlets.config import Config
 
 from .params import ParameterError, check_parameters, parameter_model, project_root
+from .records import Store
 
 # %% ../nbs/20_drive.ipynb #40a5876d
 def find_notebooks(
@@ -202,13 +204,13 @@ def execute(
 
 @contextmanager
 def noting_records() -> Iterator[Callable[[], dict[str, str]]]:  # gives them: key to digest, `-` for a record that was not there
-    "Note which records are asked for, in this process and those that it starts."
+    "Note which records of the project's store are asked for, in this process and those that it starts."
     with tempfile.TemporaryDirectory() as tmp:
         log = Path(tmp, "asked")
         log.touch()
         os.environ["SPT_ASKED"] = str(log)
         try:
-            yield lambda: dict(line.split() for line in log.read_text().splitlines())
+            yield lambda: {key: digest for root, key, digest in map(json.loads, log.read_text().splitlines()) if root == str(Store().root)}
         finally:
             del os.environ["SPT_ASKED"]
 

@@ -215,11 +215,10 @@ class Store:
         except Timeout:
             return True
 
-    @staticmethod
-    def note_asked(key: str, found: "Record | None") -> None:
+    def note_asked(self, key: str, found: "Record | None") -> None:
         "Let whoever runs this page know which records it rests on: a line in the file that SPT_ASKED names."
         if log := os.environ.get("SPT_ASKED"):
-            append_line(Path(log), f"{key} {found.facts['digest'] if found else '-'}")
+            append_line(Path(log), json.dumps([str(self.root), key, found.facts["digest"] if found else "-"]))
 
     def event(self, kind: str, key: str, **facts: Any) -> None:
         "Add a line to the log of events, `events.jsonl`; a full disk doesn't stop a run here."

@@ -122,6 +122,7 @@ class Training:
             if split != "train" or self.objective.scores_training_split:
                 scores = self.objective.evaluate(self.model, x, y, stream(self.seed, "draws of the evaluation"))
                 row |= {f"{split}_{k}": v for k, v in scores.items()}
+        self.check_finite(torch.tensor(list(row.values())), "a score")
         return row
 
     def check_finite(self, values: Tensor, what: str) -> None:

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'CONDITIONS', 'CHOICE', 'Scale', 'Choice', 'pretraining', 'conditions', 'table_6', 'Search', 'search_runs',
-           'search_scores', 'choose', 'planned_runs', 'labelled_curves', 'pretraining_curves', 'final_scores',
-           'gain_over']
+           'search_scores', 'choose', 'planned_runs', 'labelled_curves', 'pretrainings', 'final_scores', 'gain_over']
 
-# %% ../nbs/18_ucr.ipynb #e37e784d
-from collections.abc import Mapping, Sequence
+# %% ../nbs/18_ucr.ipynb #05ff380f
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -152,13 +151,11 @@ def labelled_curves(
     return pd.concat([r.curves.assign(condition=c, seed=seed) for (c, seed), r in records.items()], ignore_index=True)
 
 
-def pretraining_curves(
-    runs: Sequence[RunSpec],
-    store: Store,
-) -> pd.DataFrame:  # one row an evaluation: seed, and what the run's curves have
-    "The curves of the pretrainings that some runs start from."
-    sources = {run.init.source for run in runs if run.init}
-    return pd.concat([store.find(key_of(s)).curves.assign(seed=s.seed) for s in sources], ignore_index=True)
+def pretrainings(
+    runs: Iterable[RunSpec],
+) -> list[RunSpec]:  # each once
+    "The runs that some runs start from."
+    return list(dict.fromkeys(run.init.source for run in runs if run.init))
 
 # %% ../nbs/18_ucr.ipynb #da5483ca
 def final_scores(

@@ -393,9 +393,9 @@ def edited(patch: pytest.MonkeyPatch, module: str, old: str, new: str) -> Iterat
 
     with patch.context() as inner:
         inner.setattr(code, "module_source", text)
-        code.definitions.cache_clear(), keys.identify.cache_clear()
+        code.definitions.cache_clear(), keys.code_of.cache_clear()
         yield
-    code.definitions.cache_clear(), keys.identify.cache_clear()
+    code.definitions.cache_clear(), keys.code_of.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -450,9 +450,7 @@ def test_a_field_a_seed_or_a_data_file_reruns_what_depends_on_it(oracle: tuple[P
         changed = oracle_specs(folder, **change)
         assert names(changed, to_do(list(changed.values()), store)) == {PRETRAINED, FINETUNED}
     (folder / "seed").write_text("4")
-    keys.identify.cache_clear()
     assert names(specs, to_do(list(specs.values()), store)) == {PRETRAINED, SCRATCH, FINETUNED}
     sweep(list(specs.values()), store=store)
     (folder / "seed").write_text("3")
-    keys.identify.cache_clear()
     assert to_do(list(specs.values()), store) == [], "the old records are still there"
