@@ -66,12 +66,13 @@ def chosen(
         raise ParameterError("give the profile as --profile, not as -p profile")
     return plan_parameters(find_notebooks(args.notebooks, project_root()), args.profile, parameters)
 
-
+# %% ../nbs/24_cli.ipynb #a98c8c2d
 def reproduce(
     args: argparse.Namespace,
     console: Console,
 ) -> int:  # exit status
     "Check all parameters, then run the notebooks that need it, one after the other; one that fails doesn't stop the others."
+    from spt_nbdev.code import StaleSession
     from spt_nbdev.drive import page_name, run_notebook
     from spt_nbdev.records import Store
     from spt_nbdev.stale import page_inputs, why_stale
@@ -84,7 +85,12 @@ def reproduce(
     variant = ",".join(f"{k}={v}" for k, v in args.parameter)
     failed = skipped = 0
     for path, values in plan.items():
-        inputs, seen = page_inputs(path, values), log_size(store)
+        try:
+            inputs, seen = page_inputs(path, values), log_size(store)
+        except StaleSession as e:
+            failed += 1
+            say(f"{path.stem:<12} failed: {e}")
+            continue
         if not args.force and why_stale(page_name(path, root / "build", args.profile, variant), inputs, store) is None:
             skipped += 1
             continue
@@ -106,7 +112,7 @@ def reproduce(
         say(f"{failed} of {len(plan)} notebooks failed")
     return 1 if failed else 0
 
-
+# %% ../nbs/24_cli.ipynb #1d1894bf
 def plan(
     args: argparse.Namespace,
     console: Console,
@@ -133,7 +139,7 @@ def plan(
         console.print(f"measured here: {pace} GFLOP/s for each of {n_workers()} workers", markup=False, highlight=False, soft_wrap=True)
     return 0
 
-
+# %% ../nbs/24_cli.ipynb #2978a12d
 def status(
     console: Console,
 ) -> int:  # exit status
@@ -145,7 +151,8 @@ def status(
     now = running(store)
     for r in now:
         console.print(f"{r.label}  {r.done} of {r.total} steps, {r.line()}", markup=False, highlight=False, soft_wrap=True)
-    stopped = len(list(store.root.glob(".work/*/checkpoint"))) - sum((store.work(r.key) / "checkpoint").exists() for r in now)
+    saved = {p.parent.name for p in store.root.glob(".work/*/checkpoint") if not (store.root / p.parent.name).exists()}
+    stopped = len(saved - {r.key for r in now})
     done = len(list(store.root.glob("*/record.json")))
     published = len(list(store.published.glob("*/record.json"))) if store.published else 0
     damaged = len(list(store.root.glob(".damaged/*")))
@@ -156,7 +163,7 @@ def status(
     )
     return 0
 
-
+# %% ../nbs/24_cli.ipynb #79fc432c
 def why(
     args: argparse.Namespace,
     console: Console,
@@ -177,7 +184,7 @@ def why(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
-
+# %% ../nbs/24_cli.ipynb #7f5b5e90
 def verify_store(
     console: Console,
 ) -> int:  # exit status
@@ -192,7 +199,7 @@ def verify_store(
     console.print(f"{sound} records are sound, {len(problems)} problems", highlight=False, soft_wrap=True)
     return 1 if problems else 0
 
-
+# %% ../nbs/24_cli.ipynb #839ce2cd
 def publish_runs(
     args: argparse.Namespace,
     console: Console,
@@ -211,7 +218,7 @@ def publish_runs(
         console.print(f"{path.stem}: {len(specs)} runs, {added} records added to results/, {removed} older ones removed", markup=False, highlight=False)
     return 0
 
-
+# %% ../nbs/24_cli.ipynb #b11d7f84
 def site(
     profile: str,
     console: Console,

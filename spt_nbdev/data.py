@@ -64,7 +64,7 @@ class Task:
         "The same task on a device, such as cuda."
         return replace(self, **{f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)})
 
-
+# %% ../nbs/01_data.ipynb #7d0fc281
 class Shape(NamedTuple):
     "The sizes of a task: all that a model needs to know of it."
 
@@ -263,6 +263,7 @@ def load_ucr(
     classes = np.unique(splits[0][0])
     tensors = []
     for labels, values in splits:
+        values = values.astype(np.float32).astype(np.float64)  # what the digest is of
         if normalise:
             values = (values - values.mean(1, keepdims=True)) / values.std(1, keepdims=True)
         tensors += [torch.tensor(values, dtype=torch.float32)[..., None], torch.from_numpy(np.searchsorted(classes, labels))]
@@ -285,7 +286,7 @@ class TaskSpec(Protocol):
     def label(self) -> str:
         "What to call it, for people."
 
-
+# %% ../nbs/01_data.ipynb #f54f5daf
 @dataclass(frozen=True)
 class Fold:
     "Which part of the training split is held out as the test split."
@@ -300,7 +301,7 @@ class Fold:
         if not 0 <= self.k < self.n_folds:
             raise ValueError(f"k = {self.k} is not allowed: expected a whole number from 0 to {self.n_folds - 1}")
 
-
+# %% ../nbs/01_data.ipynb #77a98fbd
 @dataclass(frozen=True)
 class UCRTask:
     "One of the four sets of the paper's Table 6, or a fold of its training split."

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import nbformat
 from nbclient.exceptions import DeadKernelError
@@ -201,20 +202,17 @@ def execute(
             return f"{where(nb.cells, i)} was never run: a cell before it ended the notebook"
     return None
 
-
+# %% ../nbs/20_drive.ipynb #51a2fb60
 @contextmanager
 def noting_records() -> Iterator[Callable[[], dict[str, str]]]:  # gives them: key to digest, `-` for a record that was not there
     "Note which records of the project's store are asked for, in this process and those that it starts."
     with tempfile.TemporaryDirectory() as tmp:
         log = Path(tmp, "asked")
         log.touch()
-        os.environ["SPT_ASKED"] = str(log)
-        try:
+        with patch.dict(os.environ, SPT_ASKED=str(log)):
             yield lambda: {key: digest for root, key, digest in map(json.loads, log.read_text().splitlines()) if root == str(Store().root)}
-        finally:
-            del os.environ["SPT_ASKED"]
 
-
+# %% ../nbs/20_drive.ipynb #4db1fcd1
 def page_name(
     path: Path,  # a notebook
     build: Path,  # the build folder

@@ -141,7 +141,7 @@ def fits_type(
         return isinstance(value, (int, hint)) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, hint)
 
-
+# %% ../nbs/00_params.ipynb #37a033b4
 @untraced
 def check_fields(
     settings: Any,  # a dataclass instance; a whole number in a `float` field is made a float, in place

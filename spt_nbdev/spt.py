@@ -46,7 +46,7 @@ def chunks(
     "Pieces of a split that fit into memory."
     return (slice(i, i + size) for i in range(0, len(x), size))
 
-
+# %% ../nbs/03_spt.ipynb #a2f8b401
 @dataclass(frozen=True)
 class Reconstruction:
     "Masked self-pretraining on a task's own training sequences (paper: section 2)."
@@ -73,7 +73,7 @@ class Reconstruction:
         generator = torch.Generator().manual_seed(seed)
         return {"loss": sum(self.loss(model, x[c], y[c], generator).item() * len(x[c]) for c in chunks(x)) / len(x)}
 
-
+# %% ../nbs/03_spt.ipynb #c3ef0937
 @dataclass(frozen=True)
 class Classification:
     "Learning from labels, from scratch or from pretrained weights (paper: section 2)."

@@ -17,8 +17,8 @@ from typing import Any
 from .code import notebook_code
 from .records import Store
 
-# %% ../nbs/20_stale.ipynb #3ff719e5
-LIBRARIES = ("torch", "numpy", "pandas", "matplotlib", "seaborn")
+# %% ../nbs/20_stale.ipynb #ebfe40c3
+LIBRARIES = ("torch", "numpy", "scipy", "pandas", "matplotlib", "seaborn")
 
 
 def page_inputs(
@@ -28,16 +28,12 @@ def page_inputs(
     "What the page of a notebook rests on, but for its records."
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = {kind: ["".join(c["source"]) for c in cells if c["cell_type"] == kind] for kind in ("code", "markdown")}
-    try:
-        code = notebook_code(sources["code"])
-    except SyntaxError:  # running the page will say where
-        code = {}
     beside = [path.parent.parent / name for name in ("_quarto.yml", "references.bib") if name in "".join(sources["code"])]
     digests = {kind: sha256(json.dumps(texts).encode()).hexdigest()[:16] for kind, texts in sources.items()}
     return {
         "cells": digests | {"order": "".join(c["cell_type"][0] for c in cells)},
         "parameters": dict(parameters),
-        "code": code,
+        "code": notebook_code(sources["code"]),
         "versions": {"python": python_version(), **{name: metadata.version(name) for name in LIBRARIES}},
         "files": {p.name: sha256(p.read_bytes()).hexdigest()[:16] for p in beside if p.exists()},
     }

@@ -71,7 +71,7 @@ def stream(
     "The seed of one stream of random numbers."
     return int(sha256(f"{seed} {purpose}".encode()).hexdigest()[:15], 16)
 
-
+# %% ../nbs/03_train.ipynb #bbccc35e
 class Training:
     "A model in training."
 
@@ -185,7 +185,7 @@ class Init:
         "Copy the weights."
         transfer(run.weights(self.source), encoder, self.groups)
 
-
+# %% ../nbs/03_train.ipynb #ee85fc11
 @dataclass(frozen=True)
 class RunSpec:
     "All that decides the numbers of a run, but for code and data."
@@ -215,7 +215,7 @@ class RunSpec:
             torch.manual_seed(stream(self.seed, f"weights for {type(self.objective).__name__}"))
             model = self.objective.build(self.model, task.shape)
         if not run.resumes:
-            torch.manual_seed(stream(self.seed, "global random state"))
+            torch.manual_seed(stream(self.seed, "whatever else is drawn"))
         if self.init and not run.resumes:
             self.init.apply(model.encoder, run)
         for name, weight in model.encoder.named_parameters():
@@ -249,7 +249,7 @@ class RunSpec:
         evaluated = shape.n_test + shape.n_val + shape.n_train * self.objective.scores_training_split
         return self.forward_flops() * (3 * self.budget.epochs * shape.n_train + len(self.budget.epochs_evaluated()) * evaluated)
 
-
+# %% ../nbs/03_train.ipynb #5f85a409
 @lru_cache
 @untraced
 def measure(

@@ -50,7 +50,7 @@ class Choice:
 
 CHOICE = Choice(n_layers=2, lr_scratch=3e-3, lr_spt=1e-3)  # what the search gives
 
-
+# %% ../nbs/18_ucr.ipynb #560cffa4
 def pretraining(
     task: UCRTask,
     n_layers: int,
@@ -62,7 +62,7 @@ def pretraining(
         task, ModelConfig(n_layers=n_layers), Reconstruction(mask_ratio=0.5), Budget(epochs, eval_every=max(1, epochs // 10)), Optimiser(lr=1e-3), seed=seed
     )
 
-
+# %% ../nbs/18_ucr.ipynb #86d3bf61
 def conditions(
     task: UCRTask,
     choice: Choice,
@@ -76,7 +76,7 @@ def conditions(
     runs = [RunSpec(task, model, Classification(), budget, Optimiser(lr=lr), init, seed=seed) for lr, init in how]
     return dict(zip(CONDITIONS, runs, strict=True))
 
-
+# %% ../nbs/18_ucr.ipynb #bb55c704
 def table_6(
     profile: Profile,
     dataset: UCRName = "GunPoint",
@@ -93,12 +93,12 @@ class Search:
     "The extent of a search."
 
     n_layers: tuple[int, ...] = (1, 2)
-    lr: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2)
+    lr: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     n_seeds: int = 2  # repeats of the cross-validation
     n_folds: int = 5
     tail: int = 4  # number of last evaluations that the score averages over
 
-
+# %% ../nbs/18_ucr.ipynb #3622812c
 def search_runs(
     grid: Search,
     scale: Scale = SCALES["laptop"],  # its number of seeds is not used
@@ -112,7 +112,7 @@ def search_runs(
             found[condition, n_layers, lr, seed, k] = RunSpec(task, model, Classification(), budget, Optimiser(lr=lr), init, seed=seed)
     return found
 
-
+# %% ../nbs/18_ucr.ipynb #e21841f1
 def search_scores(
     grid: Search,
     records: Mapping[tuple[str, int, float, int, int], Record],  # of the runs from `search_runs`
@@ -122,12 +122,12 @@ def search_scores(
     tails = {where: r.curves[["test_acc", "test_loss"]].tail(grid.tail).mean() for where, r in records.items()}
     return pd.DataFrame([dict(zip(names, where, strict=True)) | {"accuracy": t.test_acc, "loss": t.test_loss} for where, t in tails.items()])
 
-
+# %% ../nbs/18_ucr.ipynb #9e201de9
 def choose(
     scores: pd.DataFrame,  # from `search_scores`
 ) -> Choice:  # the depth that is best from scratch, and each condition's best learning rate there
     "Apply the rule to a search."
-    means = scores.groupby(["condition", "n_layers", "lr"], as_index=False)[["accuracy", "loss"]].mean()
+    means = scores.groupby(["condition", "n_layers", "lr"], as_index=False)[["accuracy", "loss"]].mean().round(6)
     best = means.sort_values(["accuracy", "loss"], ascending=[False, True])
     n_layers = int(best[best.condition == "scratch"].n_layers.iloc[0])
     lr = best[best.n_layers == n_layers].groupby("condition").lr.first()

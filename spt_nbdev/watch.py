@@ -36,7 +36,7 @@ class Running:
             return "starting"
         return f"loss {self.loss:.3f}, {self.rate:.0f} seq/s, {timedelta(seconds=round(self.eta))} left"
 
-
+# %% ../nbs/20_watch.ipynb #54e2c943
 def running(
     store: Store,
 ) -> list[Running]:  # in the order of their labels
@@ -52,7 +52,7 @@ def running(
             found.append(Running(path.parent.name, **known))
     return sorted(found, key=lambda r: (r.label, r.key))
 
-
+# %% ../nbs/20_watch.ipynb #bd6276b4
 def events(
     store: Store,
     since: int = 0,  # bytes of the log to skip

@@ -19,7 +19,7 @@ import pytest
 import tiny
 import torch
 
-from spt_nbdev import code, keys
+from spt_nbdev import code
 from spt_nbdev.keys import key_of
 from spt_nbdev.records import Record, RecordError, Store
 from spt_nbdev.runs import run_spec, verify
@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, monkeypatch: pytest.M
     data = bytearray(saved.read_bytes())
     data[len(data) // 2] ^= 4
     saved.write_bytes(data)
-    with pytest.warns(UserWarning, match="its checkpoint is damaged and was set aside; the run starts again"):
+    with pytest.warns(UserWarning, match="the checkpoint is damaged; it was set aside, and the run starts again"):
         record = run_spec(spec, store)
     assert bits(record) == bits(reference[record.key]) and "damaged" in [e["event"] for e in events(store)]
 
@@ -393,9 +393,9 @@ def edited(patch: pytest.MonkeyPatch, module: str, old: str, new: str) -> Iterat
 
     with patch.context() as inner:
         inner.setattr(code, "module_source", text)
-        code.definitions.cache_clear(), keys.code_of.cache_clear()
+        code.definitions.cache_clear()
         yield
-    code.definitions.cache_clear(), keys.code_of.cache_clear()
+    code.definitions.cache_clear()
 
 
 @pytest.fixture(scope="module")
