@@ -22,7 +22,7 @@ import torch
 from spt_nbdev import code
 from spt_nbdev.keys import key_of
 from spt_nbdev.records import Record, RecordError, Store
-from spt_nbdev.runs import run_spec, verify
+from spt_nbdev.runs import publish, run_spec, verify
 from spt_nbdev.spt import Reconstruction
 from spt_nbdev.sweep import SweepError, local_client, sweep, to_do
 from spt_nbdev.train import Optimiser, Training
@@ -341,23 +341,80 @@ def test_a_scheduler_by_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             process.wait()
 
 
+def test_data_that_change_while_a_run_is_trained_leave_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "seed").write_text("1")
+    spec, store = tiny.pretraining(task=tiny.Waves(file=str(tmp_path / "seed"))), Store(tmp_path / "runs")
+    update = Training.update
+
+    def disturbing(self: Training) -> float:
+        (tmp_path / "seed").write_text("2")
+        return update(self)
+
+    monkeypatch.setattr(Training, "update", disturbing)
+    with pytest.raises(RuntimeError, match="its data changed while it was trained"):
+        run_spec(spec, store)
+    assert not list(store.root.glob("*/record.json"))
+
+
+def test_threads_of_one_process_take_turns(tmp_path: Path, reference: dict[str, Record]) -> None:
+    store = Store(tmp_path)
+    threads = [threading.Thread(target=run_spec, args=(tiny.scratch(seed=s), store)) for s in range(4)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    for seed in range(4):
+        assert bits(store.find(key_of(tiny.scratch(seed=seed)))) == bits(run_spec(tiny.scratch(seed=seed), Store(tmp_path / "serial")))
+
+
+def test_a_run_does_not_depend_on_its_caller(tmp_path: Path, reference: dict[str, Record]) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        record = run_spec(tiny.pretraining(), Store(tmp_path))
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert bits(record) == bits(reference[record.key])
+
+
+def test_a_run_whose_workers_keep_dying_is_tried_again_while_it_gets_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker is killed at its next checkpoint, more often than Dask allows for one task."""
+    spec, store = tiny.scratch(2, task=tiny.Waves(n=20)), Store(tmp_path / "cluster")
+    monkeypatch.setenv("SPT_TEST_DIE_AT_CHECKPOINT", "1")
+    with local_client(1) as client:
+        client.register_plugin(tiny.DieAtCheckpoint())
+        record = sweep([spec], client, store, checkpoint_every=0)[0]
+    assert sum(e["event"] == "resumes" for e in events(store)) > 4
+    assert bits(record) == bits(run_spec(spec, Store(tmp_path / "serial")))
+
+
+def test_published_records_are_replaced_by_those_of_newer_code(tmp_path: Path) -> None:
+    store = Store(tmp_path / "runs", tmp_path / "results")
+    spec = tiny.pretraining()
+    record = run_spec(spec, store)
+    assert publish(store, [spec]) == (1, 0)
+    old = json.loads((record.folder / "record.json").read_text()) | {"code": {}}
+    old["key"] = code.digest({k: old[k] for k in ("spec", "data", "code", "sources")}, 16)
+    old["digest"] = code.digest({k: v for k, v in old.items() if k != "digest"}, 64)
+    shutil.copytree(store.published / record.key, store.published / old["key"])
+    (store.published / old["key"] / "record.json").write_text(json.dumps(old))
+    (store.published / f".new-{record.key}").mkdir()  # left behind by a publication that was killed
+    assert publish(store, [spec]) == (0, 1)
+    truncate(store.published / record.key)
+    assert publish(store, [spec]) == (1, 0)
+    assert verify(store) == (2, [])
+
+
 @pytest.mark.parametrize("n_workers", ["1", "2"])
 def test_a_failing_run_stops_only_what_starts_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_workers: str) -> None:
     monkeypatch.setenv("SPT_WORKERS", n_workers)
     wild = tiny.pretraining(task=tiny.Waves(file=str(tmp_path / "seed")))
-    (tmp_path / "seed").write_text("1")
-    dependant = tiny.scratch(init=tiny.Init(wild))
-    specs = [wild, dependant, tiny.scratch()]
-    for s in specs:
-        key_of(s)
     (tmp_path / "seed").write_text("not a number")
+    specs = [wild, tiny.scratch(init=tiny.Init(wild)), tiny.scratch()]
     store = Store(tmp_path / "runs")
     with pytest.raises(SweepError) as error:
         sweep(specs, store=store)
     lines = str(error.value).splitlines()
     assert lines[0] == "2 of 3 runs failed; what the others gave is stored"
     assert lines[2].endswith(f"not started: it starts from {wild.label()}")
-    assert ("ValueError" in lines[1]) if n_workers == "1" else ("other code or other data" in lines[1])
+    assert "ValueError: invalid literal for int() with base 10: 'not a number'" in lines[1]
     assert store.find(key_of(tiny.scratch())) and store.find(key_of(wild)) is None
 
 
@@ -441,6 +498,65 @@ def test_an_edit_reruns_what_depends_on_it_and_nothing_else(
     _, store, specs = oracle
     with edited(monkeypatch, module, old, new):
         assert names(specs, to_do(list(specs.values()), store)) == stale
+
+
+HOLES = {
+    "a name that is handed on": "from .b import f\ndef start(): return f()",
+    "a star": "from .b import *\ndef start(): return f()",
+    "a module": "from . import b\ndef start(): return b.f()",
+    "a dotted module": "import spt_nbdev.b\nimport spt_nbdev.code\ndef start(): return spt_nbdev.b.f()",
+    "an import inside": "def start():\n    from .b import f\n    return f()",
+    "one of two imports": "try:\n    from .b import f\nexcept ImportError:\n    from .code import digest as f\ndef start(): return f()",
+    "a default": "from .b import f\ndef start(x=f()): return x",
+    "a base class": "from .b import A\nclass start(A): pass",
+    "a register": "from .b import f, register\n@register\ndef other(): return f()\ndef start(): return register.all",
+    "an import for its effect": "from . import b\ndef start(): return 1",
+    "an assignment to _": "from .b import f\n_ = f()\ndef start(): return 1",
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_no_way_to_use_code_escapes_the_trace(monkeypatch: pytest.MonkeyPatch, hole: str) -> None:
+    """A made-up module `a` uses `b` in one way or another, and `b` is changed."""
+
+    def trace(number: int) -> dict[str, str]:
+        texts = {
+            "spt_nbdev.c": "from .a import start",
+            "spt_nbdev.a": HOLES[hole],
+            "spt_nbdev.b": f"import torch\ndef f(): return {number}\nclass A:\n    x = {number}\ndef register(f): return f\ntorch.set_default_dtype(torch.float{number})\n",
+        }
+        source, spec = code.module_source, code.importlib.util.find_spec
+        with monkeypatch.context() as patch:
+            patch.setattr(code, "module_source", lambda m: texts.get(m) or source(m))
+            patch.setattr(code, "check_fresh", lambda m: None)
+            patch.setattr(code.importlib.util, "find_spec", lambda m: m in texts or spec(m))
+            code.definitions.cache_clear()
+            found = code.code_used([("spt_nbdev.c", "start")])
+        code.definitions.cache_clear()
+        return found
+
+    assert trace(32) == trace(32) != trace(64)
+
+
+CELLS = [
+    "from dataclasses import dataclass\nfrom spt_nbdev.keys import identify, key_of\nfrom spt_nbdev.model import sinusoids",
+    "SCALE = 1\ndef helper(): return 1",
+    "@dataclass(frozen=True)\nclass InCell:\n    n: int = 0\n    def train(self, run): return helper() * SCALE + sinusoids(2, 2)",
+    "print(key_of(InCell()), 'model.sinusoids' in identify(InCell())['code'])",
+    "SCALE = 2",
+    "print(key_of(InCell()))",
+    "def helper(): return 2",
+    "print(key_of(InCell()))",
+    "# a comment",
+    "print(key_of(InCell()))",
+]
+
+
+def test_a_spec_in_a_cell_rests_on_the_other_cells() -> None:
+    script = "import sys\nfrom IPython.core.interactiveshell import InteractiveShell\nshell = InteractiveShell.instance()\nfor cell in sys.argv[1:]: shell.run_cell(cell).raise_error()"
+    out = subprocess.run([sys.executable, "-c", script, *CELLS], env=ENV, capture_output=True, text=True, check=True).stdout.split()
+    first, traced, *others = out
+    assert traced == "True" and len({first, *others}) == 3 and others[1] == others[2]
 
 
 def test_a_field_a_seed_or_a_data_file_reruns_what_depends_on_it(oracle: tuple[Path, Store, dict[str, object]]) -> None:
