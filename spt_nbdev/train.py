@@ -175,8 +175,8 @@ class Training:
 class Init:
     "Where an encoder starts: at another run's weights, in some groups of parameters; the others start at random."
 
-    source: "RunSpec"
-    groups: tuple[Group, ...] = ("encoder",)
+    source: "RunSpec"  # the run that is trained first
+    groups: tuple[Group, ...] = ("encoder",)  # what is copied
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -190,14 +190,14 @@ class Init:
 class RunSpec:
     "All that decides the numbers of a run, but for code and data."
 
-    task: TaskSpec
+    task: TaskSpec  # the data, or a part of them
     model: ModelConfig
-    objective: Reconstruction | Classification
+    objective: Reconstruction | Classification  # pretraining, or learning from labels
     budget: Budget
-    optimiser: Optimiser = Optimiser()
+    optimiser: Optimiser = Optimiser()  # with its schedule
     init: Init | None = None  # None starts at random
     freeze: tuple[Group, ...] = ()  # groups of the encoder that are not trained
-    seed: int = 0
+    seed: int = 0  # of all that is drawn: first weights, order of the sequences, masks
     precision: Literal["float32", "bfloat16"] = "float32"  # of the matrix products; weights are float32
 
     def __post_init__(self) -> None:
