@@ -4,12 +4,17 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
 import pytest
+
+from spt_nbdev.records import Store
+from spt_nbdev.watch import running
 
 TESTS = Path(__file__).parent
 TRAINS = "from tiny import finetuning, scratch\n\nfrom spt_nbdev.sweep import sweep\n\nrecords = sweep([scratch(), finetuning()])\nprint(*(len(r.curves) for r in records))"
@@ -63,6 +68,25 @@ def test_only_what_changed_is_run_and_only_what_is_new_is_trained(project: Path)
     page = nbformat.read(project / "build/executed/smoke/10_trains.ipynb", as_version=4)
     assert [o["text"] for c in page.cells if c.cell_type == "code" for o in c.outputs] == ["2 2\n"]
     assert "trained" not in spt(project, "reproduce", "--force", "10")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_stopped_leaves_nobody_at_work(project: Path, how: int) -> None:
+    (project / "nbs/01_shows.ipynb").unlink()
+    write(project / "nbs/10_trains.ipynb", "from tiny import scratch\n\nfrom spt_nbdev.sweep import sweep\n\nsweep([scratch(100_000, seed=s) for s in range(2)])")
+    env = {**os.environ, "PYTHONPATH": str(TESTS), "SPT_WORKERS": "2", "SPT_CHECKPOINT_EVERY": "0.2"}
+    command = subprocess.Popen([Path(sys.executable).parent / "spt", "reproduce"], cwd=project, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    store = Store(project / "runs")
+    while len(list(store.root.glob(".work/*/checkpoint"))) < 2:
+        assert command.poll() is None
+        time.sleep(0.1)
+    command.send_signal(how)
+    assert command.wait() == (130 if how == signal.SIGINT else -how)
+    for _ in range(100):
+        if not running(store):
+            break
+        time.sleep(0.1)
+    assert running(store) == [] and len(list(store.root.glob(".work/*/checkpoint"))) == 2
 
 
 def test_a_page_that_failed_is_not_taken_for_up_to_date(project: Path) -> None:
