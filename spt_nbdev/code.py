@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PACKAGE', 'Name', 'LOADED', 'HARMLESS', 'untraced', 'Plain', 'shape', 'digest', 'Definition', 'package_imports',
            'StaleSession', 'module_file', 'check_fresh', 'module_source', 'targets', 'walk', 'definitions',
-           'from_other_cells', 'home', 'code_used', 'notebook_code']
+           'global_names', 'from_other_cells', 'home', 'code_used', 'notebook_code']
 
 # %% ../nbs/00_code.ipynb #788959f2
 import ast
@@ -21,6 +21,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from pkgutil import iter_modules
+from symtable import SymbolTable, symtable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -190,18 +191,31 @@ def definitions(
         if name == "":  # to import a module is to run it
             mentions |= {(m, "") for what in imports.values() for m, _ in what} | ({(PACKAGE, "")} if module.startswith(PACKAGE) else set())
         foreign: dict[str, Any] = {u: outside[u] for u in used & outside.keys() - imports.keys()}
-        if module.startswith("cell "):
-            elsewhere, values = from_other_cells(used - statements.keys())
+        if module.startswith("cell ") and not name:
+            nodes, mentions = [], set()  # what else a cell does, it did once
+        functions = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        if module.startswith("cell ") and name in functions:
+            elsewhere, values = from_other_cells((used & global_names(module_source(module))) - functions)
             mentions |= elsewhere
             foreign |= values
         table[name] = Definition(digest([shape(nodes), foreign]) if nodes else "", frozenset(mentions - {(module, name)}))
     return table
 
-# %% ../nbs/00_code.ipynb #762d84c5
+# %% ../nbs/00_code.ipynb #174071bd
+def global_names(text: str) -> set[str]:
+    "The names that functions and classes of a cell take from outside themselves."
+
+    def inside(table: SymbolTable) -> set[str]:
+        own = {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+        return own.union(*map(inside, table.get_children()))
+
+    return set().union(*map(inside, symtable(text, "cell", "exec").get_children()))
+
+
 def from_other_cells(
     names: Iterable[str],
 ) -> tuple[set[Name], dict[str, str]]:  # what they stand for, and the plain values by name
-    "What names mean in the running notebook."
+    "What names mean in the running notebook; a value that has no exact fingerprint is a `ValueError`."
     space, mentions, values = vars(sys.modules["__main__"]), set(), {}
     for name in names:
         value = space.get(name)
@@ -215,8 +229,14 @@ def from_other_cells(
                     values[name] = str(inspect.signature(value))
             elif value.__module__.startswith(f"{PACKAGE}."):
                 mentions.add((value.__module__, value.__name__))
-        elif isinstance(value, int | float | str | tuple | list | dict):
-            values[name] = repr(value)
+        elif name in space and not callable(value):
+            try:
+                values[name] = json.dumps(sorted(value) if isinstance(value, set) else value, sort_keys=True)
+            except (TypeError, ValueError):
+                kind = type(value).__name__
+                raise ValueError(
+                    f"{name}, of type {kind}, is used by a spec that is defined in a notebook's cell, and can't be part of its key; make it a field, or define both in a module"
+                ) from None
     return mentions, values
 
 # %% ../nbs/00_code.ipynb #4c15af6f

@@ -78,6 +78,10 @@ def plan_parameters(
     plan, known = {}, set()
     for path in notebooks:
         namespace = notebook_parameters(path)
+        if not namespace.get("__annotations__"):
+            raise ParameterError(
+                f'{path.stem} has no parameters: tag its first code cell `parameters`, and give each name in it a type, such as `profile: str = "smoke"`'
+            )
         names = namespace.get("__annotations__", {}).keys()
         mine = {k: v for k, v in {"profile": profile, **given}.items() if k in names}
         try:
@@ -240,7 +244,11 @@ def run_notebook(
     draft = build / "drafts" / f"{profile}-{os.getpid()}" / done.name
     draft.unlink(missing_ok=True)
     with noting_records() as asked:
-        error = execute(path, draft, parameters, on_cell)
+        try:
+            error = execute(path, draft, parameters, on_cell)
+        except BaseException:  # it was stopped
+            shutil.rmtree(draft.parent, ignore_errors=True)
+            raise
         if error is None and inputs is not None:
             nb = nbformat.read(draft, as_version=4)
             nb.metadata["spt_nbdev"] = {**inputs, "records": asked()}

@@ -84,6 +84,8 @@ def from_json(
     if not isinstance(value, dict):
         return value
     module, _, name = value["type"].rpartition(".")
+    if module == "__main__":
+        raise LookupError(f"{name} was defined in a notebook's cell, so only that notebook can tell")
     try:
         cls = getattr(importlib.import_module(module), name)
         if not is_dataclass(cls):

@@ -192,8 +192,8 @@ class Store:
                 continue
         return "-"
 
-    def set_aside(self, folder: Path, problem: str) -> None:
-        "Move a damaged record out of the way; a published one stays where it is, for git to restore."
+    def set_aside(self, folder: Path, problem: str) -> str:
+        "Move a damaged record out of the way; a published one stays where it is, for git to restore. Says what was done."
         if folder.parent == self.root:
             target = self.root / ".damaged" / str(time.time_ns()) / folder.name
             target.parent.mkdir(parents=True)
@@ -201,15 +201,16 @@ class Store:
                 os.rename(folder, target)
             except FileNotFoundError:  # another process was faster
                 target.parent.rmdir()
-                return
+                return f"{problem}; another process moved it"
             if is_sound(target):  # another process was faster still, and this is its new record
                 os.rename(target, folder)
-                return
-            where = f"it was moved to {target}"
+                return f"{problem}; it was trained again since"
+            where = f"it was moved to {target}, and will be trained again when a page asks for it"
         else:
             where = f"it is not used; restore it with `git checkout -- {folder}`"
         self.event("damaged", folder.name, problem=problem)
         warnings.warn(f"damaged record: {problem}; {where}", stacklevel=3)
+        return f"{problem}; {where}"
 
     def work(self, key: str) -> Path:
         "Where an unfinished run keeps its checkpoint."

@@ -10,6 +10,7 @@ __all__ = ['LAYOUT', 'ONE_AT_A_TIME', 'Damaged', 'pack', 'unpack', 'random_state
 import json
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -277,17 +278,16 @@ def verify(
     "Check all hashes of a store; damaged records are set aside."
     sound, problems = 0, []
     for layer in filter(None, (store.root, store.published)):
-        for folder in sorted(p for p in layer.glob("*") if p.is_dir() and not p.name.startswith(".")):
+        for folder in sorted(p for p in layer.glob("*") if re.fullmatch("[0-9a-f]{16}", p.name)):
             has_weights = layer == store.root or (folder / "weights.safetensors").exists()
             try:
                 read_record(folder, ("curves.parquet", "weights.safetensors")[: 1 + has_weights])
                 sound += 1
-            except (RecordError, OSError) as e:
+            except (NewerRecord, OSError) as e:  # as far as we know, it is sound
                 problems.append(str(e))
-                if isinstance(e, NewerRecord | OSError):  # as far as we know, it is sound
-                    continue
+            except RecordError as e:
                 with warnings.catch_warnings(action="ignore"):
-                    store.set_aside(folder, str(e))
+                    problems.append(store.set_aside(folder, str(e)))
     for work in sorted(store.root.glob(".work/*")):
         try:
             with store.lock(work.name).acquire(blocking=False):

@@ -73,7 +73,9 @@ def test_only_what_changed_is_run_and_only_what_is_new_is_trained(project: Path)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_stopped_leaves_nobody_at_work(project: Path, how: int) -> None:
     (project / "nbs/01_shows.ipynb").unlink()
-    write(project / "nbs/10_trains.ipynb", "from tiny import scratch\n\nfrom spt_nbdev.sweep import sweep\n\nsweep([scratch(100_000, seed=s) for s in range(2)])")
+    write(
+        project / "nbs/10_trains.ipynb", "from tiny import scratch\n\nfrom spt_nbdev.sweep import sweep\n\nsweep([scratch(100_000, seed=s) for s in range(2)])"
+    )
     env = {**os.environ, "PYTHONPATH": str(TESTS), "SPT_WORKERS": "2", "SPT_CHECKPOINT_EVERY": "0.2"}
     command = subprocess.Popen([Path(sys.executable).parent / "spt", "reproduce"], cwd=project, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store = Store(project / "runs")
@@ -112,7 +114,7 @@ def test_damage_is_said_and_verify_fails(project: Path) -> None:
     by_label = {json.loads(p.read_text())["label"].split()[0]: p.parent.name for p in project.glob("runs/*/record.json")}
     first, second = by_label["scratch"], by_label["finetune"]
     (project / "runs" / first / "curves.parquet").write_bytes(b"")
-    assert f"damaged, set aside: {project}/runs/{first}: curves.parquet is not the file" in spt(project, "verify", status=1)
+    assert f"damaged: {project}/runs/{first}: curves.parquet is not the file" in spt(project, "verify", status=1)
     record = json.loads((project / "runs" / second / "record.json").read_text())
     (project / "runs" / second / "record.json").write_text(json.dumps(record | {"steps": 1}))
     out = spt(project, "reproduce", "--force")
@@ -124,7 +126,7 @@ def test_why_names_the_run_and_refuses_what_it_does_not_know(project: Path) -> N
     spt(project, "reproduce")
     key = sorted(keys(project))[0]
     assert re.fullmatch(rf"{key} \(.* waves 1L lr 0.01 seed 0, finished .*Z\) is up to date\n", spt(project, "why", key[:7]))
-    assert "no record and no planned run has a key that starts with 'zz'" in spt(project, "why", "zz", status=2)
+    assert "'zz' is neither a notebook nor the start of a key" in spt(project, "why", "zz", status=2)
 
 
 def test_plan_prices_a_page_and_publish_refuses_an_unfinished_one(root: Path, project: Path) -> None:
