@@ -110,20 +110,20 @@ def test_maths_is_rendered(page: Page, address: str) -> None:
 
 def test_a_name_leads_to_its_documentation(page: Page, address: str) -> None:
     visit(page, f"{address}/index.html")
-    page.locator("main a code", has_text="pretrain").first.click()
-    page.wait_for_url("**/03_spt.html#api-pretrain")
-    assert "spt_nbdev.spt" in page.locator("#api-pretrain").inner_text()
+    page.locator("main a code", has_text="transfer").first.click()
+    page.wait_for_url("**/03_spt.html#api-transfer")
+    assert "spt_nbdev.spt" in page.locator("#api-transfer").inner_text()
 
 
 def test_a_folded_box_opens_by_keyboard(page: Page, address: str) -> None:
     visit(page, f"{address}/03_spt.html")
-    head = page.locator("#api-pretrain .callout-header")
-    body = page.locator("#api-pretrain .callout-body")
+    head = page.locator("#api-transfer .callout-header")
+    body = page.locator("#api-transfer .callout-body")
     assert not body.is_visible()
     head.focus()
     page.keyboard.press("Space")
     body.wait_for(state="visible")
-    assert "mask_ratio" in body.inner_text()
+    assert "groups" in body.inner_text()
 
 
 def test_a_phone_shows_pages_without_sideways_scrolling(browser: object, address: str, site: Path) -> None:

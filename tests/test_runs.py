@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import deadly
 import killed
 import pytest
 import tiny
@@ -374,12 +375,11 @@ def test_a_run_does_not_depend_on_its_caller(tmp_path: Path, reference: dict[str
     assert bits(record) == bits(reference[record.key])
 
 
-def test_a_run_whose_workers_keep_dying_is_tried_again_while_it_gets_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_workers_keep_dying_is_tried_again_while_it_gets_further(tmp_path: Path) -> None:
     """Each worker is killed at its next checkpoint, more often than Dask allows for one task."""
     spec, store = tiny.scratch(2, task=tiny.Waves(n=20)), Store(tmp_path / "cluster")
-    monkeypatch.setenv("SPT_TEST_DIE_AT_CHECKPOINT", "1")
     with local_client(1) as client:
-        client.register_plugin(tiny.DieAtCheckpoint())
+        client.register_plugin(deadly.DieAtCheckpoint())
         record = sweep([spec], client, store, checkpoint_every=0)[0]
     assert sum(e["event"] == "resumes" for e in events(store)) > 4
     assert bits(record) == bits(run_spec(spec, Store(tmp_path / "serial")))

@@ -1,12 +1,10 @@
 """Runs that take a second, for tests that kill, resume and count them; importable by worker processes."""
 
-import os
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
 import torch
-from distributed import WorkerPlugin
 
 from spt_nbdev.data import Shape, Task
 from spt_nbdev.model import ModelConfig
@@ -80,19 +78,3 @@ class Copying:
 
     def label(self) -> str:
         return "copying"
-
-
-class DieAtCheckpoint(WorkerPlugin):
-    """The worker process dies right after it saved a checkpoint, except the first that is not new."""
-
-    def setup(self, worker: object) -> None:
-        from spt_nbdev.runs import Run
-
-        save = Run.checkpoint
-
-        def deadly(run: Run, tensors: object, facts: object) -> None:
-            save(run, tensors, facts)
-            if facts["step"] < 7:
-                os._exit(9)
-
-        Run.checkpoint = deadly
