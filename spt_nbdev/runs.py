@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LAYOUT', 'ONE_AT_A_TIME', 'Damaged', 'pack', 'unpack', 'random_states', 'set_random_states', 'undisturbed', 'Run',
-           'holding', 'run_spec', 'tidy', 'verify', 'publish', 'spec_digest', 'published_digest']
+           'holding', 'run_spec', 'tidy', 'verify', 'publish']
 
 # %% ../nbs/00_runs.ipynb #365fc362
 import json
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .code import digest
 from .keys import Trained, environment, identify, key_of, label_of
-from .records import NewerRecord, Record, RecordError, Store, read_record, summarise, write_file, write_record
+from .records import NewerRecord, Record, RecordError, Store, read_record, sound_record, summarise, write_file, write_record
 
 # %% ../nbs/00_runs.ipynb #8fc1f1c6
 LAYOUT = 1  # of a checkpoint
@@ -306,35 +306,18 @@ def publish(
     if missing := [label_of(s) for s in specs if records[key_of(s)] is None]:
         raise RecordError(f"{len(missing)} of {len(specs)} runs are not finished, the first: {missing[0]}; reproduce the page first")
     asked = {digest(r.facts["spec"]) for r in records.values()}
-    new = [r for r in records.values() if r.folder.parent != store.published and published_digest(store, r.key) != r.facts["digest"]]
-    superseded = [p for p in store.published.glob("[!.]*") if p.name not in records and spec_digest(p) in asked]
+    old = {p.name: r.facts for p in store.published.glob("[!.]*") if (r := sound_record(p))}
+    new = [r for r in records.values() if r.folder.parent != store.published and old.get(r.key, {}).get("digest") != r.facts["digest"]]
+    superseded = [store.published / key for key, facts in old.items() if key not in records and digest(facts["spec"]) in asked]
     for record in new:
-        draft, old = (store.published / f".{what}-{record.key}" for what in ("new", "old"))
+        draft, before = (store.published / f".{what}-{record.key}" for what in ("new", "old"))
         shutil.rmtree(draft, ignore_errors=True)
         shutil.copytree(record.folder, draft, ignore=shutil.ignore_patterns("weights.safetensors"))
         if (target := store.published / record.key).exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(target, old)
+            shutil.rmtree(before, ignore_errors=True)
+            os.rename(target, before)
         os.rename(draft, target)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
     for path in superseded:
         shutil.rmtree(path)
     return len(new), len(superseded)
-
-
-def spec_digest(
-    folder: Path,  # of a record
-) -> str | None:
-    "A fingerprint of a record's spec, None for what is no sound record."
-    try:
-        return digest(read_record(folder).facts["spec"])
-    except (RecordError, OSError):
-        return None
-
-
-def published_digest(store: Store, key: str) -> str | None:
-    "The digest of a sound published record, else None."
-    try:
-        return read_record(store.published / key).facts["digest"]
-    except (RecordError, OSError):
-        return None

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,14 +96,18 @@ def local_client(
         yield client
 
 
+@cache  # one thread for each process
 def end_with(
     parent: int,  # its process number
-    every: float = 1.0,  # seconds between looks
 ) -> None:
-    "End this process when its parent is gone, so that a sweep that was stopped or killed leaves nobody at work."
-    while os.getppid() == parent:
-        time.sleep(every)
-    os._exit(1)
+    "From now on, end this process when its parent is gone, so that a sweep that was stopped or killed leaves nobody at work."
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def on_worker(
@@ -114,7 +119,7 @@ def on_worker(
 ) -> None:
     "Bring one run about on a worker; other code or data there than in the sweep is a `RuntimeError`."
     if parent := os.environ.get("SPT_PARENT"):
-        threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
+        end_with(int(parent))
     run = from_json(spec)
     if key_of(run) != key:
         raise RuntimeError("this worker has other code or other data than the sweep; give both the same checkout")
