@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['parser', 'say', 'chosen', 'say_unexported', 'reproduce', 'plan', 'status', 'why', 'verify_store', 'publish_runs',
-           'site', 'main']
+           'data', 'site', 'main']
 
 # %% ../nbs/24_cli.ipynb #0d81f2a2
 import argparse
@@ -23,34 +23,29 @@ from .params import ParameterError, Profile, project_root
 # %% ../nbs/24_cli.ipynb #4618453f
 def parser() -> argparse.ArgumentParser:
     "The commands and their options."
-    p = argparse.ArgumentParser(
-        prog="spt", description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”."
-    )
+    p = argparse.ArgumentParser(prog="spt", description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”.")
     commands = p.add_subparsers(dest="command", required=True)
 
     def add(name: str, help: str, description: str = "") -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}. {description}")
 
-    reproduce = add(
-        "reproduce",
-        "run notebooks that are not up to date, each in a process of its own",
-        "The pages go to build/executed/PROFILE, where `spt site` takes them from; with -p they go to build/variants/PROFILE and leave the site's pages alone. What a page trains goes to the store, runs/, and is not trained again.",
-    )
+    reproduce = add("reproduce", "run notebooks that are not up to date, each in a process of its own",
+        "The pages go to build/executed/PROFILE, where `spt site` takes them from; with -p they go to build/variants/PROFILE and leave the site's pages alone. What a page trains goes to the store, runs/, and is not trained again.")
     plan = add("plan", "say which runs there are, how many are stored, and what the others will take")
     add("status", "list the runs in progress")
     why = add("why", "say in a line why a record or a page is not of today")
     add("verify", "check every hash in the store", "Damaged records are set aside, in runs/.damaged.")
     publish = add("publish", "copy the records and curves of a page's runs to results/", "Records of the same runs by older code are replaced.")
+    data = add("data", "fetch or generate the data of a task, check them, and show some", "Without a task it lists the tasks. Files are read from the folder that SPT_DATA names, or downloaded.")
+    data.add_argument("task", nargs="?", metavar="TASK", help="such as listops; all are listed by default")
     site = add("site", "build the site from executed notebooks", "Takes the pages from build/executed/PROFILE and prints the path of the index page.")
     for command in (reproduce, plan):
         command.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="such as 18_ucr or 18; all by default")
     publish.add_argument("notebooks", nargs="+", metavar="NOTEBOOK", help="such as 18_ucr or 18")
     why.add_argument("what", metavar="KEY|NOTEBOOK", help="the first digits of a run's key, or a notebook")
     for command in (reproduce, plan, publish):
-        command.add_argument(
-            "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter of the notebooks, such as -p dataset ECG200"
-        )
-    for command in (reproduce, plan, why, publish, site):
+        command.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter of the notebooks, such as -p dataset ECG200")
+    for command in (reproduce, plan, why, publish, data, site):
         command.add_argument("--profile", default="smoke", metavar="PROFILE", help=f"the scale of the runs: {', '.join(get_args(Profile))} (default: smoke)")
     reproduce.add_argument("--force", action="store_true", help="run the notebooks even if they are up to date; stored runs are still not trained again")
     reproduce.add_argument("--scheduler", metavar="ADDRESS", help="train on the Dask cluster of this scheduler, such as tcp://10.0.0.1:8786")
@@ -244,6 +239,26 @@ def publish_runs(
         say(console, f"{path.stem}: {len(specs)} runs, {added} records added to results/, {removed} older ones removed")
     return 0
 
+# %% ../nbs/24_cli.ipynb #95bb640c
+def data(
+    args: argparse.Namespace,
+    console: Console,
+) -> int:  # exit status
+    "Print what a task is, once its data are there and checked; or one line for each task."
+    from spt_nbdev.tasks import TASKS, describe, named_task
+
+    if args.task is None:
+        for name in TASKS:
+            spec = named_task(name, args.profile)
+            shape = spec.shape()
+            say(console, f"{name:<16} {spec.label()}: {shape.n_train:,} training sequences of up to {shape.length:,} steps, {shape.n_classes} classes")
+        return 0
+    if args.task not in TASKS:
+        raise ParameterError(f"there is no task {args.task!r}; choose one of {', '.join(TASKS)}")
+    for line in describe(named_task(args.task, args.profile).load()):
+        say(console, line)
+    return 0
+
 # %% ../nbs/24_cli.ipynb #b11d7f84
 def site(
     profile: str,
@@ -276,6 +291,7 @@ def main(
             "why": partial(why, args),
             "verify": verify_store,
             "publish": partial(publish_runs, args),
+            "data": partial(data, args),
             "site": partial(site, profile),
         }
         return commands[args.command](console)

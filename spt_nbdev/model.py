@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .data import Shape
 from .params import check_fields, check_whole
 
 # %% ../nbs/02_model.ipynb #72bf1f3d
@@ -97,40 +98,40 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    "From numbers to vectors: linear embedding, sinusoids, blocks, final LayerNorm."
+    "From values or tokens to vectors: embedding, sinusoids, blocks, final LayerNorm."
 
     def __init__(
         self,
         config: ModelConfig,
-        channels: int,  # values in a step of the input
+        channels: int,  # values in a step of the input, embedded by a linear map; not used for tokens
         length: int,  # longest sequence
+        vocabulary: int = 0,  # number of tokens, each with a vector of its own; 0 for values
     ) -> None:
         super().__init__()
-        self.embed = nn.Linear(channels, config.d_model)
+        self.embed = nn.Embedding(vocabulary, config.d_model) if vocabulary else nn.Linear(channels, config.d_model)
         self.register_buffer("positions", sinusoids(length, config.d_model), persistent=False)
         self.blocks = nn.Sequential(*(Block(config) for _ in range(config.n_layers)))
         self.norm = nn.LayerNorm(config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        "(batch, length, channels) to (batch, length, d_model)."
+        "Values (batch, length, channels) or tokens (batch, length) to (batch, length, d_model)."
         return self.norm(self.blocks(self.embed(x) + self.positions[: x.shape[1]]))
 
 # %% ../nbs/02_model.ipynb #6623064c
 class Reconstructor(nn.Module):
-    "An encoder with a linear head that predicts the value of each step; its input carries one more channel, the mask flag."
+    "An encoder with a linear head that says what each step is; for values its input carries one more channel, the mask flag."
 
     def __init__(
         self,
         config: ModelConfig,
-        channels: int,  # values in a step of the series, the mask flag not counted
-        length: int,  # longest sequence
+        shape: Shape,  # of the task
     ) -> None:
         super().__init__()
-        self.encoder = Encoder(config, channels + 1, length)
-        self.head = nn.Linear(config.d_model, channels)
+        self.encoder = Encoder(config, shape.channels + 1, shape.length, shape.vocabulary)
+        self.head = nn.Linear(config.d_model, shape.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        "(batch, length, channels + 1) to (batch, length, channels)."
+        "Values (batch, length, channels + 1) or tokens (batch, length) to (batch, length, outputs)."
         return self.head(self.encoder(x))
 
 
@@ -140,19 +141,27 @@ class Classifier(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        channels: int,  # values in a step of the input
-        length: int,  # longest sequence
-        n_classes: int,
+        shape: Shape,  # of the task
     ) -> None:
         super().__init__()
-        self.encoder = Encoder(config, channels, length)
-        last = nn.Linear(config.d_model, n_classes)
+        if shape.n_documents > 1:
+            raise ValueError("a task of pairs of documents can be pretrained on, but there is no classifier for it yet; choose another task")
+        self.encoder = Encoder(config, shape.channels, shape.length, shape.vocabulary)
+        last = nn.Linear(config.d_model, shape.n_classes)
         hidden = [nn.Linear(config.d_model, config.d_model), nn.ReLU()] if config.head == "mlp" else []
         self.head = nn.Sequential(*hidden, last)
 
-    def forward(self, x: Tensor) -> Tensor:
-        "(batch, length, channels) to logits, (batch, n_classes)."
-        return self.head(self.encoder(x).mean(1))
+    def forward(
+        self,
+        x: Tensor,  # values (batch, length, channels) or tokens (batch, length)
+        lengths: Tensor | None = None,  # (batch,) int64: steps before the padding; None if all are full
+    ) -> Tensor:  # logits (batch, n_classes)
+        "Encode, average over the steps, classify."
+        steps = self.encoder(x)
+        if lengths is None:
+            return self.head(steps.mean(1))
+        real = torch.arange(steps.shape[1], device=steps.device) < lengths[:, None]
+        return self.head((steps * real[..., None]).sum(1) / lengths[:, None])
 
 # %% ../nbs/02_model.ipynb #1feea01b
 Group = Literal["QK", "VO", "attention", "MLP", "norm", "embed", "encoder"]

@@ -87,7 +87,7 @@ class Training:
     ) -> None:
         self.model, self.objective, self.task, self.budget, self.rule, self.seed = model, objective, task, budget, optimiser, seed
         self.optimiser = optimiser.build([w for w in model.parameters() if w.requires_grad])
-        self.autocast = torch.autocast(task.x_train.device.type, torch.bfloat16, enabled=precision == "bfloat16")
+        self.autocast = torch.autocast(task.train.x.device.type, torch.bfloat16, enabled=precision == "bfloat16")
         self.order = torch.Generator().manual_seed(stream(seed, "order of the sequences"))
         self.draws = torch.Generator().manual_seed(stream(seed, "draws of the objective"))
         self.permutation = torch.empty(0, dtype=torch.int64)  # the order of this epoch
@@ -97,13 +97,13 @@ class Training:
     @property
     def steps(self) -> int:
         "Optimiser steps of the whole training."
-        return self.budget.epochs * -(-len(self.task.x_train) // self.budget.batch_size)
+        return self.budget.epochs * -(-len(self.task.train) // self.budget.batch_size)
 
     def update(self) -> float:
         "One optimiser step on the next batch of the epoch; returns the loss. One that is not finite is a `FloatingPointError`."
-        batch = self.permutation[self.position : self.position + self.budget.batch_size].to(self.task.x_train.device)
+        batch = self.permutation[self.position : self.position + self.budget.batch_size]
         with self.autocast:
-            loss = self.objective.loss(self.model, self.task.x_train[batch], self.task.y_train[batch], self.draws)
+            loss = self.objective.loss(self.model, self.task.form, self.task.train.rows(batch.to(self.task.train.x.device)), self.draws)
         self.check_finite(loss, "the loss")
         for group in self.optimiser.param_groups:
             group["lr"] = self.rule.rate(self.step)
@@ -117,11 +117,11 @@ class Training:
 
     def evaluate(self) -> dict[str, float]:
         "A row of the curves: the mean loss while training in this epoch, and the scores on each split; reconstruction is not scored on the training split again."
-        row = {"epoch": self.epoch, "step": self.step, "loss": self.total / len(self.task.x_train)}
-        for split, x, y in self.task.splits():
-            if split != "train" or self.objective.scores_training_split:
-                scores = self.objective.evaluate(self.model, x, y, stream(self.seed, "draws of the evaluation"))
-                row |= {f"{split}_{k}": v for k, v in scores.items()}
+        row = {"epoch": self.epoch, "step": self.step, "loss": self.total / len(self.task.train)}
+        for name, split in self.task.splits().items():
+            if name != "train" or self.objective.scores_training_split:
+                scores = self.objective.evaluate(self.model, self.task.form, split, stream(self.seed, "draws of the evaluation"))
+                row |= {f"{name}_{k}": v for k, v in scores.items()}
         self.check_finite(torch.tensor(list(row.values())), "a score")
         return row
 
@@ -135,7 +135,7 @@ class Training:
         evaluated = set(self.budget.epochs_evaluated())
         while self.epoch < self.budget.epochs:
             if self.position == 0:
-                self.permutation = torch.randperm(len(self.task.x_train), generator=self.order)
+                self.permutation = torch.randperm(len(self.task.train), generator=self.order)
             while self.position < len(self.permutation):
                 loss = self.update()
                 run.progress(self.step, self.steps, loss=loss, sequences=self.step * self.budget.batch_size)
@@ -211,6 +211,8 @@ class RunSpec:
     def train(self, run: Run) -> Trained:
         "Train, from the checkpoint if there is one; a run that diverges is a `FloatingPointError`."
         task = self.task.load()
+        if task.shape != self.task.shape():
+            raise ValueError(f"{self.task.label()} has the sizes {task.shape}, where its shape() says {self.task.shape()}; make load() and shape() agree")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(self.seed, f"weights for {type(self.objective).__name__}"))
             model = self.objective.build(self.model, task.shape)
@@ -224,7 +226,7 @@ class RunSpec:
         if run.resumes:
             training.restore(run.tensors, run.facts)
         training.run(run)
-        return Trained(model.state_dict(), training.step, training.budget.epochs * len(task.x_train))
+        return Trained(model.state_dict(), training.step, training.budget.epochs * len(task.train))
 
     @untraced
     def label(self) -> str:
@@ -262,5 +264,6 @@ def measure(
 
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = objective.build(config, shape)
-        model(torch.zeros(1, shape.length, model.encoder.embed.in_features))
+        embed = model.encoder.embed
+        model(torch.zeros(1, shape.length, dtype=torch.int64) if shape.vocabulary else torch.zeros(1, shape.length, embed.in_features))
     return counter.get_total_flops(), sum(w.numel() for w in model.parameters())

@@ -13,12 +13,13 @@ from itertools import product
 
 import pandas as pd
 
-from .data import UCR, Fold, UCRName, UCRTask
+from .data import Fold
 from .keys import key_of
 from .model import ModelConfig
 from .paper import Gain, paired_gain
 from .params import Profile
 from .records import Record, Store
+from .series import UCR, UCRName, UCRTask
 from .spt import Classification, Reconstruction
 from .sweep import sweep
 from .train import Budget, Init, Optimiser, RunSpec

@@ -146,7 +146,7 @@ def ucr_page(root: Path, project: Path) -> Path:
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """GunPoint as the archive's own files, from the copy that aeon carries."""
-    from spt_nbdev.data import ucr_from_aeon
+    from spt_nbdev.series import ucr_from_aeon
 
     folder = tmp_path / "data"
     folder.mkdir()
@@ -196,15 +196,16 @@ BAD_DATA = [
 def test_data_from_a_named_folder_is_the_same_task(files: Path) -> None:
     import torch
 
-    from spt_nbdev.data import load_ucr
+    from spt_nbdev.series import load_ucr
 
     a, b = load_ucr("GunPoint"), load_ucr("GunPoint", files)
-    assert torch.equal(a.x_train, b.x_train) and torch.equal(a.x_test, b.x_test) and torch.equal(a.y_test, b.y_test)
+    assert torch.equal(a.train.x, b.train.x) and torch.equal(a.test.x, b.test.x) and torch.equal(a.test.y, b.test.y)
 
 
 @pytest.mark.parametrize(("spoil", "says"), BAD_DATA, ids=[s for _, s in BAD_DATA])
 def test_bad_data_is_refused(files: Path, spoil: object, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spt_nbdev.data import DataError, load_ucr
+    from spt_nbdev.series import load_ucr
+    from spt_nbdev.sources import DataError
 
     spoil(files)
     monkeypatch.setenv("SPT_DATA", str(files))
@@ -223,7 +224,8 @@ def test_bad_data_leaves_no_page_and_no_record(ucr_page: Path, files: Path) -> N
 def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import aeon.datasets
 
-    from spt_nbdev.data import DataError, ucr_from_aeon
+    from spt_nbdev.series import ucr_from_aeon
+    from spt_nbdev.sources import DataError
 
     def break_off(name: str, split: str, extract_path: str) -> None:
         folder = Path(extract_path, name)
@@ -255,7 +257,8 @@ def test_a_download_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
-    from spt_nbdev.data import DataError, ucr_from_aeon
+    from spt_nbdev.series import ucr_from_aeon
+    from spt_nbdev.sources import DataError
 
     (tmp_path / "ECG200").mkdir()
     for split in ("TRAIN", "TEST"):

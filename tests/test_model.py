@@ -11,12 +11,12 @@ import torch
 from tiny import Copying
 from torch import nn
 
-from spt_nbdev.data import Fold
+from spt_nbdev.data import Fold, Shape, Split, Values, masked_view
 from spt_nbdev.keys import key_of
 from spt_nbdev.model import Block, Classifier, ModelConfig
 from spt_nbdev.records import Record, Store
 from spt_nbdev.runs import run_spec
-from spt_nbdev.spt import Classification, Reconstruction, mask_steps, masked_loss
+from spt_nbdev.spt import Classification, Reconstruction, draw_mask, reconstruction_loss
 from spt_nbdev.train import Budget, Optimiser, RunSpec
 from spt_nbdev.ucr import Search, search_runs, table_6
 
@@ -59,7 +59,7 @@ def test_block_is_torchs_pre_norm_layer(tied: bool) -> None:
 
 def test_the_classifier_does_not_see_the_order_without_positions() -> None:
     torch.manual_seed(0)
-    model, x = Classifier(ModelConfig(), 1, 30, 2), torch.randn(2, 30, 1)
+    model, x = Classifier(ModelConfig(), Shape(30, 1, 2)), torch.randn(2, 30, 1)
     shuffled = x[:, torch.randperm(30)]
     assert not torch.allclose(model(x), model(shuffled), atol=1e-4)
     model.encoder.positions.zero_()
@@ -78,11 +78,12 @@ def same_weights(a: Record, b: Record) -> bool:
 
 
 def test_pretraining_learns_to_copy_and_the_loss_sees_hidden_steps_only(tmp_path: Path) -> None:
-    x = Copying().load().x_train
+    x = Copying().load().train.x
     assert run(tmp_path, Reconstruction(), epochs=60, lr=1e-2).curves.loss.iloc[-1] < 0.05 * x.var()
-    seen, mask = mask_steps(x, 0.3, torch.Generator().manual_seed(1))
-    wrong_where_visible = torch.where(mask[..., None], x, x + 5)
-    assert masked_loss(wrong_where_visible, x, mask) == 0 and seen[..., 0][mask].abs().max() == 0
+    batch = Split(x, torch.zeros(len(x), dtype=torch.int64))
+    view = masked_view(Values(), batch, draw_mask(batch, 0.3, torch.Generator().manual_seed(1)))
+    wrong_where_visible = torch.where(view.scored[..., None], x, x + 5)
+    assert reconstruction_loss(wrong_where_visible, view, "l2") == 0 and view.inputs[..., 0][view.scored].abs().max() == 0
 
 
 def test_labels_do_not_reach_pretraining(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_training_needs_no_notebook_tools(tmp_path: Path) -> None:
     code = """
 import sys
 class Block:
-    blocked = {"aeon", "dask", "distributed", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich", "platformdirs"}
+    blocked = {"aeon", "dask", "distributed", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.blocked:
             raise ImportError(f"{name} is blocked")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from spt_nbdev.data import Shape, Task
+from spt_nbdev.data import Shape, Split, Task
 from spt_nbdev.model import ModelConfig
 from spt_nbdev.spt import Classification, Reconstruction
 from spt_nbdev.train import Budget, Init, Optimiser, RunSpec
@@ -26,7 +26,7 @@ class Waves:
         t = torch.linspace(0, 6, self.length)
         x = torch.sin(t * (1 + y[:, None])) + 0.3 * torch.randn(2 * self.n, self.length, generator=generator)
         x = x[..., None]
-        return Task("waves", x[: self.n], y[: self.n], x[self.n :], y[self.n :], 2)
+        return Task("waves", Split(x[: self.n], y[: self.n]), Split(x[self.n :], y[self.n :]), 2)
 
     def fingerprint(self) -> str:
         return sha256(Path(self.file).read_bytes()).hexdigest() if self.file else "made up"
@@ -65,16 +65,16 @@ class Copying:
         x = torch.randn(self.n, 1, 1, generator=torch.Generator().manual_seed(0)).expand(self.n, 24, 1).contiguous()
         y = (x[:, 0, 0] > 0).long()
         if self.change == "labels":
-            return Task("copying", x, 1 - y, x, 1 - y, 2)
+            return Task("copying", Split(x, 1 - y), Split(x, 1 - y), 2)
         if self.change == "test split":
-            return Task("copying", x, y, x[:5] + 3, 1 - y[:5], 2)
-        return Task("copying", x * 1e18 if self.change == "huge" else x, y, x, y, 2)
+            return Task("copying", Split(x, y), Split(x[:5] + 3, 1 - y[:5]), 2)
+        return Task("copying", Split(x * 1e18 if self.change == "huge" else x, y), Split(x, y), 2)
 
     def fingerprint(self) -> str:
         return self.change
 
     def shape(self) -> Shape:
-        return Shape(24, 1, 2, self.n, self.n)
+        return Shape(24, 1, 2, self.n, 5 if self.change == "test split" else self.n)
 
     def label(self) -> str:
         return "copying"

@@ -1,0 +1,247 @@
+"""What spans the data notebooks: killed and crowded processes, bad folders, the command line, the original's images."""
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spt_nbdev.cli import main
+from spt_nbdev.data import Split, Task
+from spt_nbdev.pathfinder import PathFinderTask, draw_margin, draw_part, part_sizes, pathfinder_images
+from spt_nbdev.snakes import Field, rules_for
+from spt_nbdev.sources import DataError, Draws, cached, fetch, sha256_of
+from spt_nbdev.tasks import OFFLINE, TASKS, named_task
+
+SMALL = PathFinderTask(16, n_train=20, n_val=4, n_test=4)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, no data folder, and no way out."""
+    monkeypatch.setenv("SPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPT_DATA", raising=False)
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    return tmp_path / "cache"
+
+
+def in_python(code: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Says that a file has 1,000 bytes, sends 400 and hangs up."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"x" * 400)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as s:
+        threading.Thread(target=s.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{s.server_port}/set.tar.gz"
+        s.shutdown()
+
+
+def test_an_interrupted_download_leaves_nothing(server: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("http_proxy")
+    with pytest.raises(
+        DataError, match=r"set.tar.gz could not be downloaded.*Try again with a connection, or put the file into a folder and name it in SPT_DATA"
+    ):
+        fetch((server,), "0" * 32)
+    assert not list(own_cache.iterdir())
+
+
+@pytest.mark.parametrize("when", ["making", "writing"])
+def test_a_killed_generation_leaves_nothing_that_is_used(own_cache: Path, when: str) -> None:
+    whole = {k: v.clone() for k, v in {"x": SMALL.load().train.x}.items()}
+    for file in own_cache.iterdir():
+        file.unlink()
+    dying = {
+        "making": "pathfinder.pathfinder_images = lambda *a: os.kill(os.getpid(), 9)",
+        "writing": "safetensors.torch.save_file = lambda arrays, path, *a: (open(path, 'wb').write(b'half'), os.kill(os.getpid(), 9))",
+    }[when]
+    process = in_python(f"import os, safetensors.torch\nfrom spt_nbdev import pathfinder\n{dying}\npathfinder.PathFinderTask(16, 20, 4, 4).load()")
+    assert process.wait() == -9, process.stderr.read()
+    assert not list(own_cache.glob("*.safetensors")) and len(list(own_cache.glob("*.draft"))) == (when == "writing")
+    assert torch.equal(SMALL.load().train.x, whole["x"])
+    assert not list(own_cache.glob("*.draft"))
+
+
+def test_two_processes_make_a_set_once(tmp_path: Path) -> None:
+    code = f"""
+import time, torch
+from pathlib import Path
+from spt_nbdev.sources import cached
+def make():
+    with open({str(tmp_path / "made")!r}, "a") as f:
+        f.write("made ")
+    time.sleep(1)
+    return {{"x": torch.arange(5)}}
+print(cached("set", "0", make)["x"].tolist())
+"""
+    both = [in_python(code) for _ in range(2)]
+    assert [p.communicate()[0].strip() for p in both] == ["[0, 1, 2, 3, 4]"] * 2
+    assert (tmp_path / "made").read_text() == "made "
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPT_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=r"the cache folder .*/file/cache can't be written to .*; name another in SPT_CACHE"):
+        SMALL.load()
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", no_room)
+    with pytest.raises(DataError, match=r"can't be written .*No space left on device.*; make room, or name another folder in SPT_CACHE"):
+        SMALL.load()
+    assert [p.suffix for p in own_cache.iterdir()] == [".lock"]
+
+
+def test_a_data_folder_is_never_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setenv("SPT_DATA", str(folder))
+    for name in (*OFFLINE, "image", "text", "retrieval", "ecg200"):
+        if name not in ("pathx", "pathx256", "gunpoint"):
+            try:
+                named_task(name, "smoke").load()
+            except DataError as e:
+                assert name not in OFFLINE and str(folder) in str(e)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["image", "scifar", "text", "reviewpairs", "retrieval", "ecg200"])
+@pytest.mark.parametrize("folder", [True, False])
+def test_what_cannot_be_had_is_an_error_with_a_remedy(
+    name: str, folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With a folder of the wrong files, and without a folder and without a network."""
+    (tmp_path / "other.csv").write_text("1,2")
+    if folder:
+        monkeypatch.setenv("SPT_DATA", str(tmp_path))
+    assert main(["data", name]) == 1
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.startswith("spt: ") and "Traceback" not in captured.err
+    assert "SPT_DATA" in captured.err and (not folder or str(tmp_path) in captured.err)
+
+
+def test_a_data_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("SPT_DATA", "/nowhere/at/all")
+    assert main(["data", "image"]) == 1
+    assert "the data folder /nowhere/at/all, named in SPT_DATA, is not a folder" in capsys.readouterr().err
+
+
+def test_the_command_shows_a_task(capsys: pytest.CaptureFixture) -> None:
+    assert main(["data", "gunpoint"]) == 0
+    out = capsys.readouterr().out
+    assert "GunPoint: 2 classes, up to 150 steps" in out and "train: 50 (gun 24, point 26)" in out and "test: 150 (gun 76, point 74)" in out
+    assert main(["data", "characters"]) == 0
+    assert "lengths" in capsys.readouterr().out
+    assert main(["data"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(TASKS)
+    assert main(["data", "imdb"]) == 2
+    assert "there is no task 'imdb'; choose one of listops" in capsys.readouterr().err
+
+
+def test_sizes_are_known_without_the_data() -> None:
+    """Of every task at every profile; and those that need no data keep the promise."""
+    for specs in TASKS.values():
+        assert all(spec.shape().n_train > 0 and spec.label() and spec.fingerprint() for spec in specs.values())
+    for name in set(OFFLINE) - {"pathx", "pathx256"}:
+        spec = named_task(name, "smoke")
+        assert spec.load().shape == spec.shape()
+
+
+def test_the_parts_of_a_set_do_not_depend_on_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spt_nbdev.pathfinder.part_sizes", lambda size, n: [8, 8, 4])
+    alone = pathfinder_images(16, 20, 3)
+    monkeypatch.setenv("SPT_WORKERS", "1")
+    assert sha256_of(alone) == sha256_of(pathfinder_images(16, 20, 3))
+    assert np.array_equal(alone["images"][8:16].numpy(), draw_part(16, 8, 3, 1)[0])
+    assert sum(part_sizes(32, 200_000)) == 200_000
+
+
+def test_a_bad_label_or_token_never_becomes_a_task() -> None:
+    y = torch.tensor([0, 1])
+    good = Split(torch.zeros(2, 3, 1), y)
+    with pytest.raises(DataError, match="bad, test split: expected int64 labels from 0 to 1, found torch.int64 from 0 to 2"):
+        Task("bad", good, Split(good.x, 2 * y), 2)
+    with pytest.raises(DataError, match="bad, train split: a value is not finite"):
+        Task("bad", Split(good.x / 0, y), good, 2)
+
+
+REFERENCE = Path(os.environ.get("SPT_DATA", "/nowhere"), "pathfinder", "pathfinder32_cl14_reference.npz")
+
+
+def told_apart(a: np.ndarray, b: np.ndarray) -> float:
+    """How often a small convolutional network tells held-out images of two kinds apart; half is chance."""
+    torch.manual_seed(0)
+    n = min(len(a), len(b))
+    x = torch.from_numpy(np.stack([a[:n], b[:n]], 1).reshape(-1, 1, 32, 32)).float() / 127.5 - 1
+    y = torch.arange(2 * n) % 2
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 2),
+    )
+    optimiser, cut = torch.optim.AdamW(model.parameters(), lr=2e-3), int(1.5 * n)
+    for _ in range(6):
+        for batch in torch.randperm(cut).split(50):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimiser.step()
+    with torch.no_grad():
+        return (model(x[cut:]).argmax(1) == y[cut:]).float().mean().item()
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="needs the sample of the original generator, in SPT_DATA")
+def test_a_network_cannot_tell_our_images_from_the_originals() -> None:
+    original = np.load(REFERENCE)["images"]
+    ours = np.concatenate([draw_part(32, 1000, 42, part)[0].reshape(-1, 32, 32) for part in range(2)])
+    assert abs(told_apart(original, ours) - 0.5) < 3 * 0.5 / 1000**0.5
+    field = Field(rules_for(32), 1)
+    field.usable = np.ones_like(field.usable)  # a planted fault: contours may start in any direction
+    assert told_apart(original, draw_margin(field, Draws(5), np.tile([0, 1], 1000)).images) > 0.7
+
+
+def test_the_cache_remakes_what_is_damaged(own_cache: Path) -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, torch.Tensor]:
+        made.append(1)
+        return {"x": torch.arange(100)}
+
+    damage: list[Callable[[bytes], bytes]] = [lambda b: b[:-1], lambda b: b[:-3] + b"\xff\xff\xff", lambda b: b"", lambda b: b"\x00" * len(b)]
+    for spoil in damage:
+        cached("set", "0", make)
+        file = next(own_cache.glob("*.safetensors"))
+        file.write_bytes(spoil(file.read_bytes()))
+        assert torch.equal(cached("set", "0", make)["x"], torch.arange(100))
+    assert len(made) == 1 + len(damage)
