@@ -8,12 +8,13 @@ __all__ = ['DataError', 'data_folder', 'cache_folder', 'sha256_of', 'cached', 'f
 # %% ../nbs/00_sources.ipynb #b8643b10
 import hashlib
 import os
+import pickle
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,22 @@ def in_processes(
     make: Callable[..., Any],  # of a module; one of a notebook's cell is called in this process
     jobs: list[tuple],  # the arguments of each call
 ) -> list[Any]:  # the results, in the order of the jobs
-    "Call a function for each job, on all cores if there is more than one job; in this process if it is itself a worker."
+    "Call a function for each job, shared between as many processes as there are cores, or as SPT_WORKERS says."
     n = min(len(jobs), int(os.environ.get("SPT_WORKERS") or os.cpu_count() or 1))
-    if n < 2 or current_process().daemon or make.__module__ == "__main__":
+    if n < 2 or make.__module__ == "__main__":
         return [make(*job) for job in jobs]
-    try:
-        with ProcessPoolExecutor(n, get_context("spawn")) as pool:
-            return list(pool.map(make, *zip(*jobs, strict=True)))
-    except BrokenProcessPool:
-        raise DataError(f"a process that made a part of the data was killed, perhaps for want of memory; set SPT_WORKERS below {n}, and try again") from None
+    # Not by `multiprocessing`, which would run a script that has no `if __name__ == "__main__"` once more in each process.
+    code = "import pickle, sys; make, jobs = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(pickle.dumps([make(*job) for job in jobs]))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+    def share(k: int) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-c", code], input=pickle.dumps((make, jobs[k::n])), env=env, capture_output=True, check=False)
+
+    with ThreadPoolExecutor(n) as pool:
+        done = list(pool.map(share, range(n)))
+    for process in done:
+        if process.returncode:
+            why = process.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "it was killed, perhaps for want of memory"
+            raise DataError(f"a process that made a part of the data stopped: {why}; with SPT_WORKERS below {n} there are fewer of them")
+    shares = [pickle.loads(process.stdout) for process in done]
+    return [shares[i % n][i // n] for i in range(len(jobs))]

@@ -99,6 +99,14 @@ print(cached("set", "0", make)["x"].tolist())
     assert (tmp_path / "made").read_text() == "made "
 
 
+def test_a_script_without_a_main_guard_can_make_a_set(tmp_path: Path) -> None:
+    """Its processes must not run the script again."""
+    script = tmp_path / "script.py"
+    script.write_text("from spt_nbdev.listops import ListOpsTask\nprint(ListOpsTask(2500, 10, 10, 10, 60).load().shape.n_train)")
+    done = subprocess.run([sys.executable, script], env=os.environ | {"SPT_WORKERS": "2"}, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.stderr) == ("2500\n", "")
+
+
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPT_CACHE", str(tmp_path / "file" / "cache"))
