@@ -23,20 +23,29 @@ from .params import ParameterError, Profile, project_root
 # %% ../nbs/24_cli.ipynb #4618453f
 def parser() -> argparse.ArgumentParser:
     "The commands and their options."
-    p = argparse.ArgumentParser(prog="spt", description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”.")
+    p = argparse.ArgumentParser(
+        prog="spt", description="Re-run and publish the companion of “Towards Understanding Self-Pretraining for Sequence Classification”."
+    )
     commands = p.add_subparsers(dest="command", required=True)
 
     def add(name: str, help: str, description: str = "") -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}. {description}")
 
-    reproduce = add("reproduce", "run notebooks that are not up to date, each in a process of its own",
-        "The pages go to build/executed/PROFILE, where `spt site` takes them from; with -p they go to build/variants/PROFILE and leave the site's pages alone. What a page trains goes to the store, runs/, and is not trained again.")
+    reproduce = add(
+        "reproduce",
+        "run notebooks that are not up to date, each in a process of its own",
+        "The pages go to build/executed/PROFILE, where `spt site` takes them from; with -p they go to build/variants/PROFILE and leave the site's pages alone. What a page trains goes to the store, runs/, and is not trained again.",
+    )
     plan = add("plan", "say which runs there are, how many are stored, and what the others will take")
     add("status", "list the runs in progress")
     why = add("why", "say in a line why a record or a page is not of today")
     add("verify", "check every hash in the store", "Damaged records are set aside, in runs/.damaged.")
     publish = add("publish", "copy the records and curves of a page's runs to results/", "Records of the same runs by older code are replaced.")
-    data = add("data", "fetch or generate the data of a task, check them, and show some", "Without a task it lists the tasks. Files are read from the folder that SPT_DATA names, or downloaded.")
+    data = add(
+        "data",
+        "fetch or generate the data of a task, check them, and show some",
+        "Without a task it lists the tasks. Files are read from the folder that SPT_DATA names, or downloaded.",
+    )
     data.add_argument("task", nargs="?", metavar="TASK", help="such as listops; all are listed by default")
     site = add("site", "build the site from executed notebooks", "Takes the pages from build/executed/PROFILE and prints the path of the index page.")
     for command in (reproduce, plan):
@@ -44,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     publish.add_argument("notebooks", nargs="+", metavar="NOTEBOOK", help="such as 18_ucr or 18")
     why.add_argument("what", metavar="KEY|NOTEBOOK", help="the first digits of a run's key, or a notebook")
     for command in (reproduce, plan, publish):
-        command.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter of the notebooks, such as -p dataset ECG200")
+        command.add_argument(
+            "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter of the notebooks, such as -p dataset ECG200"
+        )
     for command in (reproduce, plan, why, publish, data, site):
         command.add_argument("--profile", default="smoke", metavar="PROFILE", help=f"the scale of the runs: {', '.join(get_args(Profile))} (default: smoke)")
     reproduce.add_argument("--force", action="store_true", help="run the notebooks even if they are up to date; stored runs are still not trained again")
@@ -110,7 +121,7 @@ def reproduce(
             inputs, seen = page_inputs(path, values), log_size(store)
         except StaleSession as e:
             failed += 1
-            say(console, f"{path.stem:<12} failed: {e}")
+            say(console, f"{path.stem:<13} failed: {e}")
             continue
         if not args.force and why_stale(page_name(path, root / "build", args.profile, variant), inputs, store) is None:
             skipped += 1
@@ -120,7 +131,7 @@ def reproduce(
         news = events(store, seen)
         trained = sum(e["event"] == "finishes" for e in news)
         runs = f", {trained} run{'s' if trained > 1 else ''} trained" if trained else ""
-        say(console, f"{path.stem:<12} {'failed' if outcome.error else 'ok':<7}{outcome.seconds:6.1f} s   {outcome.page.relative_to(root)}{runs}")
+        say(console, f"{path.stem:<13} {'failed' if outcome.error else 'ok':<7}{outcome.seconds:6.1f} s   {outcome.page.relative_to(root)}{runs}")
         for e in news:
             if e["event"] == "damaged":
                 say(console, f"  damaged, set aside and not used: {e['key']}: {e['problem']}")
@@ -150,7 +161,7 @@ def plan(
     n_workers()  # a wrong SPT_WORKERS is said before anything is measured
     for path, values in plan_of.items():
         if specs := page_runs(path, values):
-            say(console, f"{path.stem:<12} {in_words(plan_runs(specs, Store(), speeds))}")
+            say(console, f"{path.stem:<13} {in_words(plan_runs(specs, Store(), speeds))}")
         else:
             none += 1
     if none:
@@ -245,17 +256,24 @@ def data(
     console: Console,
 ) -> int:  # exit status
     "Print what a task is, once its data are there and checked; or one line for each task."
-    from spt_nbdev.tasks import TASKS, describe, named_task
+    from spt_nbdev.tasks import NEEDS, TASKS, describe, named_task
 
     if args.task is None:
         for name in TASKS:
             spec = named_task(name, args.profile)
             shape = spec.shape()
-            say(console, f"{name:<16} {spec.label()}: {shape.n_train:,} training sequences of up to {shape.length:,} steps, {shape.n_classes} classes")
+            say(
+                console,
+                f"{name:<16} {shape.n_train:,} training {'pairs' if shape.n_documents > 1 else 'sequences'} of up to {shape.length:,} steps, {shape.n_classes} classes; {NEEDS[name]}",
+            )
         return 0
     if args.task not in TASKS:
         raise ParameterError(f"there is no task {args.task!r}; choose one of {', '.join(TASKS)}")
-    for line in describe(named_task(args.task, args.profile).load()):
+    spec = named_task(args.task, args.profile)
+    sizes = spec.shape()
+    steps = (sizes.n_train + sizes.n_val + sizes.n_test) * sizes.length * sizes.n_documents * max(1, sizes.channels)
+    say(console, f"profile {args.profile}: about {max(1, round(steps / 1e6)):,} MB; from the cache, or else fetched or made now")
+    for line in describe(spec.load()):
         say(console, line)
     return 0
 
@@ -278,7 +296,7 @@ def main(
     "The `spt` command."
     args = parser().parse_args(argv)
     console = Console()
-    for name in ("SPT_DATA", "SPT_RUNS"):
+    for name in ("SPT_DATA", "SPT_RUNS", "SPT_CACHE"):
         if folder := os.environ.get(name):  # as seen from here, not from the notebooks' folder
             os.environ[name] = os.path.abspath(os.path.expanduser(folder))
     try:
@@ -307,5 +325,10 @@ def main(
         return 1
     except KeyboardInterrupt:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # or it would list all that was going on
-        print("spt: stopped; what was finished is stored, and the same command goes on from the last checkpoints", file=sys.stderr)
+        stopped = (
+            "nothing of it is kept, and the same command starts anew"
+            if args.command == "data"
+            else "what was finished is stored, and the same command goes on from the last checkpoints"
+        )
+        print(f"spt: stopped; {stopped}", file=sys.stderr)
         return 130

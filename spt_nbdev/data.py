@@ -17,8 +17,8 @@ from torch import Tensor
 from .params import check_fields, check_whole
 from .sources import DataError
 
-# %% ../nbs/01_data.ipynb #f54f5daf
-@dataclass(frozen=True)
+# %% ../nbs/01_data.ipynb #a015a1ea
+@dataclass(frozen=True, eq=False, repr=False)
 class Split:
     "Sequences and their labels."
 
@@ -37,6 +37,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.y)
 
+    def __repr__(self) -> str:
+        return f"Split(x {tuple(self.x.shape)} {self.x.dtype})"
+
 # %% ../nbs/01_data.ipynb #93b7402a
 class View(NamedTuple):
     "What a model reads, and what it is asked for."
@@ -46,7 +49,7 @@ class View(NamedTuple):
     scored: Tensor | None = None  # (batch, length) bool: the steps that the loss is taken over; None for a class view
     lengths: Tensor | None = None  # (batch,) int64: steps before the padding; None if all are full
 
-# %% ../nbs/01_data.ipynb #77a98fbd
+# %% ../nbs/01_data.ipynb #f54f5daf
 @dataclass(frozen=True)
 class Values:
     "Sequences of numbers: how they are normalised, and how a guess at one is scored."
@@ -162,7 +165,7 @@ class Shape(NamedTuple):
         return self.levels or self.vocabulary or self.channels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Task:
     "A sequence classification task, in memory; what doesn't fit together is a `DataError`."
 
@@ -187,15 +190,21 @@ class Task:
             return f"shapes {tuple(x.shape)} and {tuple(y.shape)} don't fit: expected {dims} dimensions, the same as those of the training split but for the first, and (n,), n at least 1"
         if y.dtype != torch.int64 or not ((y >= 0) & (y < self.n_classes)).all():
             return f"expected int64 labels from 0 to {self.n_classes - 1}, found {y.dtype} from {y.min()} to {y.max()}"
+        if lengths is None and isinstance(self.form, Tokens):
+            return "expected lengths, one for each document"
+        each = x.shape[:1] if isinstance(self.form, Values) else x.shape[:-1]
+        if lengths is not None and (lengths.shape != each or lengths.min() < 1 or lengths.max() > self.length):
+            return f"expected lengths from 1 to {self.length}, one for each document; an empty document has length 0: remove it"
         if isinstance(self.form, Values):
             if self.form.loss == "cross entropy" and (x.dtype != torch.uint8 or x.shape[2] != 1):
                 return f"cross entropy is for a single channel of bytes, found {x.shape[2]} of {x.dtype}"
             return "" if x.dtype == torch.uint8 or x.isfinite().all() else "a value is not finite; clean the data first"
-        if lengths is None or lengths.shape != x.shape[:-1] or lengths.min() < 1 or lengths.max() > x.shape[-1]:
-            return f"expected lengths from 1 to {x.shape[-1]}, one for each document; an empty document has length 0: remove it"
         if x.max() >= len(self.form.symbols):
             return f"token {x.max()} is not in the vocabulary, which has {len(self.form.symbols)} symbols"
         return ""
+
+    def __repr__(self) -> str:
+        return f"Task({self.name!r}, {self.shape})"
 
     def splits(self) -> dict[str, Split]:
         "The splits by name: train, val if there is one, test."
@@ -203,12 +212,17 @@ class Task:
         return {name: split for name, split in named.items() if split is not None}
 
     @property
+    def length(self) -> int:
+        "Steps in the longest sequence."
+        return self.train.x.shape[1 if isinstance(self.form, Values) else -1]
+
+    @property
     def shape(self) -> Shape:
         "Its sizes."
         sizes = {f"n_{name}": len(split) for name, split in self.splits().items()}
         if isinstance(self.form, Values):
             return Shape(*self.train.x.shape[1:], self.n_classes, **sizes, levels=256 * (self.form.loss == "cross entropy"))
-        return Shape(self.train.x.shape[-1], 0, self.n_classes, **sizes, vocabulary=len(self.form.symbols), n_documents=prod(self.train.x.shape[1:-1]))
+        return Shape(self.length, 0, self.n_classes, **sizes, vocabulary=len(self.form.symbols), n_documents=prod(self.train.x.shape[1:-1]))
 
     def to(self, device: str) -> "Task":
         "The same task on a device, such as cuda."
@@ -248,7 +262,7 @@ class TaskSpec(Protocol):
     def label(self) -> str:
         "What to call it, for people."
 
-# %% ../nbs/01_data.ipynb #1d98a772
+# %% ../nbs/01_data.ipynb #77a98fbd
 @dataclass(frozen=True)
 class Fold:
     "Which part of the training split is held out as the test split."

@@ -144,8 +144,6 @@ class Classifier(nn.Module):
         shape: Shape,  # of the task
     ) -> None:
         super().__init__()
-        if shape.n_documents > 1:
-            raise ValueError("a task of pairs of documents can be pretrained on, but there is no classifier for it yet; choose another task")
         self.encoder = Encoder(config, shape.channels, shape.length, shape.vocabulary)
         last = nn.Linear(config.d_model, shape.n_classes)
         hidden = [nn.Linear(config.d_model, config.d_model), nn.ReLU()] if config.head == "mlp" else []

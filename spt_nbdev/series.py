@@ -68,6 +68,8 @@ def read_tsv(
         raise DataError(f"there is no file {path}; download the set from the UCR archive, or unset SPT_DATA to let aeon fetch it")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as e:
+        raise DataError(f"{path} can't be read ({e.strerror}); replace it with the original") from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is not a text file; unpack it, or replace it with the original") from None
     rows = [(n, line.split("\t")) for n, line in enumerate(lines, 1) if line.strip()]
@@ -147,7 +149,9 @@ def check_ucr(
         if new := set(labels.tolist()) - known:
             raise DataError(f"{name}, {split} split: label {min(new)} does not occur among the training labels {sorted(known)}")
     if (found := ucr_digest(splits)) != facts.digest:
-        raise DataError(f"{name}: the values differ from the published set (digest {found}, expected {facts.digest}); replace the files with the original ones")
+        raise DataError(
+            f"{name}: values or labels differ from the published set (digest {found}, expected {facts.digest}); replace the files with the original ones"
+        )
     return splits
 
 # %% ../nbs/01_series.ipynb #818fc221
@@ -159,22 +163,25 @@ def ucr_from_aeon(
     "A UCR set through aeon: bundled, cached, or downloaded once; a `DataError` says what to do if it can't be had."
     if name == "GunPoint":
         return check_ucr(name, read_aeon(name, None))
+    from filelock import FileLock
+
     home = Path(cache) if cache else cache_folder() / "ucr"
-    if (home / name).exists():
-        try:
-            return check_ucr(name, read_aeon(name, home))
-        except Exception as e:
-            raise DataError(f"the cached copy of {name} is damaged ({e}); delete {home / name} and try again") from None
     home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home) as tmp:
-        try:
-            splits = check_ucr(name, read_aeon(name, Path(tmp)))
-        except Exception as e:
-            raise DataError(
-                f"aeon could not fetch {name} ({type(e).__name__}: {e}); try again with a connection, or put "
-                f"{name}_TRAIN.tsv and {name}_TEST.tsv from the UCR archive into a folder and name it in SPT_DATA"
-            ) from None
-        os.replace(Path(tmp, name), home / name)
+    with FileLock(home / f"{name}.lock"):
+        if (home / name).exists():
+            try:
+                return check_ucr(name, read_aeon(name, home))
+            except Exception as e:
+                raise DataError(f"the cached copy of {name} is damaged ({e}); delete {home / name} and try again") from None
+        with tempfile.TemporaryDirectory(dir=home) as tmp:
+            try:
+                splits = check_ucr(name, read_aeon(name, Path(tmp)))
+            except Exception as e:
+                raise DataError(
+                    f"aeon could not fetch {name} ({type(e).__name__}: {e}); try again with a connection, or put "
+                    f"{name}_TRAIN.tsv and {name}_TEST.tsv from the UCR archive into a folder and name it in SPT_DATA"
+                ) from None
+            os.replace(Path(tmp, name), home / name)
     return splits
 
 # %% ../nbs/01_series.ipynb #a49f173f

@@ -144,11 +144,13 @@ class Field:
         self.border = self.framed(border)
         full = [np.argwhere(t.reshape(len(half), -1)[: 2 * reach + 1, : 2 * reach + 1] == 255) - reach for t in self.taken[:360]]
         self.foot = self.flat(np.stack([np.resize(f, (max(map(len, full)), 2)) for f in full]))  # must be free for a first paddle
-        self.usable = np.array([self.inside[self.cells[:, None] + f].any(1).all() for f in self.foot])  # or the search gives up
+        at = self.coordinates(self.cells)
+        rim = self.cells[~((at > reach) & (at < rules.size - 1 - reach)).all(1)]
+        self.usable = np.array([self.inside[rim[:, None] + f].any(1).all() for f in self.foot])  # or the search gives up
         middle, edge = np.zeros((rules.size, rules.size), bool), 2 * rules.seed_distance
         middle[edge:-edge, edge:-edge] = True
-        blocked = ~self.framed(middle) & self.inside
-        starts = {a: self.cells[~blocked[self.cells[:, None] + self.foot[a]].any(1)] for a in np.flatnonzero(self.usable)}
+        free, near = self.framed(middle), self.cells[((at >= edge - 2 * reach) & (at < rules.size - edge + 2 * reach)).all(1)]
+        starts = {a: near[free[near[:, None] + self.foot[a]].all(1)] for a in np.flatnonzero(self.usable)}
         self.middle_starts = {a: places for a, places in starts.items() if len(places)}  # of the first long contour, by direction
 
     def flat(self, offset: np.ndarray) -> np.ndarray:

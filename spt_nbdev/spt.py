@@ -25,8 +25,9 @@ def draw_mask(
     generator: torch.Generator,  # source of the draws, on the CPU, so that they are the same on every device
 ) -> Tensor:  # (batch, length) bool, True where hidden, on the batch's device; for pairs (2 * batch, length)
     "Hide steps at random (paper: section 2; its code: independent draws)."
-    n, length = (batch.x.shape[0], batch.x.shape[1]) if batch.lengths is None else (batch.lengths.numel(), batch.x.shape[-1])
-    return (torch.rand(n, length, generator=generator) < mask_ratio).to(batch.x.device)
+    pairs = batch.lengths is not None and batch.lengths.ndim == 2
+    size = (2 * len(batch), batch.x.shape[2]) if pairs else batch.x.shape[:2]
+    return (torch.rand(size, generator=generator) < mask_ratio).to(batch.x.device)
 
 # %% ../nbs/03_spt.ipynb #f5691a55
 def reconstruction_loss(
@@ -44,9 +45,10 @@ def reconstruction_loss(
 # %% ../nbs/03_spt.ipynb #45ba6d40
 def chunks(
     split: Split,
-    size: int = 256,
+    batch_size: int,  # of the training
 ) -> Iterator[Split]:  # together all of it
-    "Pieces of a split that fit into memory."
+    "Pieces of a split to score one by one."
+    size = batch_size if split.lengths is not None else max(batch_size, 2**15 // split.x.shape[1])
     return (split.rows(slice(i, i + size)) for i in range(0, len(split), size))
 
 # %% ../nbs/03_spt.ipynb #a2f8b401
@@ -71,10 +73,15 @@ class Reconstruction:
         return reconstruction_loss(model(view.inputs), view, form.loss)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, form: Form, split: Split, seed: int) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, form: Form, split: Split, batch_size: int, seed: int) -> dict[str, float]:
         "The loss over hidden steps of a split, with masks that depend on the seed alone; its labels are not used."
-        generator = torch.Generator().manual_seed(seed)
-        return {"loss": sum(self.loss(model, form, c, generator).item() * len(c) for c in chunks(split)) / len(split)}
+        generator, total, n = torch.Generator().manual_seed(seed), 0.0, 0
+        for c in chunks(split, batch_size):
+            view = masked_view(form, c, draw_mask(c, self.mask_ratio, generator))
+            hidden = int(view.scored.sum())
+            total += reconstruction_loss(model(view.inputs), view, form.loss).item() * hidden
+            n += hidden
+        return {"loss": total / max(1, n)}
 
 # %% ../nbs/03_spt.ipynb #c3ef0937
 @dataclass(frozen=True)
@@ -97,9 +104,9 @@ class Classification:
         return F.cross_entropy(self.logits(model, form, batch), batch.y)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, form: Form, split: Split, seed: int) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, form: Form, split: Split, batch_size: int, seed: int) -> dict[str, float]:
         "Cross entropy and accuracy, from 0 to 1, on a split; the seed is not used."
-        logits = torch.cat([self.logits(model, form, c) for c in chunks(split)])
+        logits = torch.cat([self.logits(model, form, c) for c in chunks(split, batch_size)])
         return {"loss": F.cross_entropy(logits, split.y).item(), "acc": (logits.argmax(-1) == split.y).float().mean().item()}
 
 # %% ../nbs/03_spt.ipynb #e55ba1f2

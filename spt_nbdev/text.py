@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SPLITS', 'Arrays', 'Reviews', 'IMDB_DIGEST', 'IMDB_ROWS', 'IMDB_ARCHIVE', 'TEXT_SYMBOLS', 'LETTERS', 'STATES',
-           'codes', 'vocabulary', 'encode', 'chosen', 'Facts', 'TextSpec', 'code_points', 'read_packed', 'read_archive',
-           'check_imdb', 'find_imdb', 'read_imdb', 'imdb_symbols', 'TextTask', 'walks', 'CharactersTask']
+           'codes', 'vocabulary', 'encode', 'some_rows', 'Facts', 'TextSpec', 'code_points', 'read_imdb_packed',
+           'read_imdb_archive', 'check_imdb', 'find_imdb', 'read_imdb', 'imdb_symbols', 'TextTask', 'walks',
+           'CharactersTask']
 
 # %% ../nbs/01_text.ipynb #4f898486
 import hashlib
@@ -28,9 +29,8 @@ from torch import Tensor
 
 from .code import untraced
 from .data import END, PAD, SPECIAL, UNKNOWN, Shape, Split, Task, Tokens
-from .keys import key_of
 from .params import check_fields, check_whole
-from .sources import DataError, Draws, cached, data_folder, fetch
+from .sources import DataError, Draws, data_folder, fetch, kept
 
 # %% ../nbs/01_text.ipynb #bf0e367d
 def codes(
@@ -52,7 +52,9 @@ def vocabulary(
     seen = np.flatnonzero(counts >= min_count)
     symbols = (*SPECIAL, *map(chr, seen[np.argsort(-counts[seen], kind="stable")]))
     if len(symbols) > 256:
-        raise DataError(f"{len(symbols)} symbols are too many: expected at most 256, for a symbol is stored as a byte; raise min_count, now {min_count}, or clean the texts")
+        raise DataError(
+            f"{len(symbols)} symbols are too many: expected at most 256, for a symbol is stored as a byte; raise min_count, now {min_count}, or clean the texts"
+        )
     return symbols
 
 
@@ -78,7 +80,7 @@ SPLITS = ("train", "val", "test")
 Arrays = dict[str, Tensor]  # such as "train x", "train y" and "train lengths", and the vocabulary as code points, "symbols"
 
 
-def chosen(
+def some_rows(
     split: Split,
     n: int | None,  # how many; None is all
 ) -> Split:
@@ -114,17 +116,16 @@ class TextSpec:
                     raise ValueError(f"n_{split} = {n} is not allowed: expected at most {self.facts.most[split]}, all that there are, or None for these")
 
     @untraced
-    def kept(self) -> Arrays:
+    def arrays(self) -> Arrays:
         "What `make` makes, from the cache or put there."
         whole = replace(self, **{f"n_{split}": None for split in self.facts.most})
-        name = self.facts.title.lower().replace(" ", "-")
-        return cached(f"{name}-{self.length}", key_of(whole), whole.make) if self.facts.keep else self.make()
+        return kept(whole, whole.make) if self.facts.keep else self.make()
 
     def load(self) -> Task:
         "The task itself; missing or wrong files are a `DataError`."
-        found = self.kept()
+        found = self.arrays()
         whole = {s: Split(*(found[f"{s} {part}"] for part in ("x", "y", "lengths"))) for s in SPLITS if f"{s} x" in found}
-        parts = {s: chosen(split, getattr(self, f"n_{s}")) for s, split in whole.items()}
+        parts = {s: some_rows(split, getattr(self, f"n_{s}")) for s, split in whole.items()}
         symbols = (*SPECIAL, *map(chr, found["symbols"].tolist()))
         return Task(self.label(), parts["train"], parts["test"], 2, Tokens(symbols), parts.get("val"), self.facts.classes)
 
@@ -153,7 +154,7 @@ Reviews = dict[str, list[tuple[int, int, str]]]  # of train and test: label, 0 n
 
 
 @untraced
-def read_packed(
+def read_imdb_packed(
     path: Path,  # a .jsonl.xz file
 ) -> list[tuple[int, int, str]]:  # label, number, text
     "Read the packed form of a split, or raise a `DataError` that names the line."
@@ -170,7 +171,7 @@ def read_packed(
 
 
 @untraced
-def read_archive(
+def read_imdb_archive(
     path: Path,  # the archive, or the folder in it, with folders train and test
 ) -> Reviews:
     "Read the archive, packed or unpacked, or raise a `DataError` that names the file."
@@ -234,8 +235,10 @@ def read_imdb() -> Reviews:
     folder = data_folder()
     paths = find_imdb(folder) if folder else [fetch((url,), md5="7c2ac02c03563afcf9b574c7e56c153a")]
     if not paths:
-        raise DataError(f"no IMDb reviews in {folder} or its folder imdb; put {IMDB_ARCHIVE} there, or unset SPT_DATA to have it downloaded")
-    return check_imdb(read_archive(*paths) if len(paths) == 1 else {"train": read_packed(paths[0]), "test": read_packed(paths[1])})
+        raise DataError(
+            f"no IMDb reviews in {folder} or its folder imdb: neither {IMDB_ARCHIVE}, nor the folder aclImdb, nor imdb_train.jsonl.xz; put one there, or unset SPT_DATA to have the first downloaded"
+        )
+    return check_imdb(read_imdb_archive(*paths) if len(paths) == 1 else {"train": read_imdb_packed(paths[0]), "test": read_imdb_packed(paths[1])})
 
 # %% ../nbs/01_text.ipynb #6487da23
 TEXT_SYMBOLS = {4096: 135, 2048: 130, 1024: 121, 512: 114, 256: 101}  # by length

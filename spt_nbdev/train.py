@@ -120,7 +120,7 @@ class Training:
         row = {"epoch": self.epoch, "step": self.step, "loss": self.total / len(self.task.train)}
         for name, split in self.task.splits().items():
             if name != "train" or self.objective.scores_training_split:
-                scores = self.objective.evaluate(self.model, self.task.form, split, stream(self.seed, "draws of the evaluation"))
+                scores = self.objective.evaluate(self.model, self.task.form, split, self.budget.batch_size, stream(self.seed, "draws of the evaluation"))
                 row |= {f"{name}_{k}": v for k, v in scores.items()}
         self.check_finite(torch.tensor(list(row.values())), "a score")
         return row
@@ -203,6 +203,8 @@ class RunSpec:
     def __post_init__(self) -> None:
         check_fields(self)
         check_whole("seed", self.seed, 0)
+        if isinstance(self.objective, Classification) and self.task.shape().n_documents > 1:
+            raise ValueError("a task of pairs of documents can be pretrained on, but there is no classifier for it yet; choose another task")
         for f in fields(self.model) if self.init else ():
             own, given = getattr(self.model, f.name), getattr(self.init.source.model, f.name)
             if own != given and f.name not in ("head", "tied_qkvo_init"):
@@ -236,8 +238,8 @@ class RunSpec:
 
     @untraced
     def forward_flops(self) -> int:
-        "Floating point operations of one sequence's forward pass: matrix products and attention."
-        return measure(self.objective, self.model, self.task.shape())[0]
+        "Floating point operations of the forward pass of one sequence, or of both of a pair: matrix products and attention."
+        return measure(self.objective, self.model, self.task.shape())[0] * self.task.shape().n_documents
 
     @untraced
     def n_parameters(self) -> int:

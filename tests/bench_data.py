@@ -21,6 +21,6 @@ def rate(draw: Callable[[], object]) -> float:
 
 if __name__ == "__main__":
     for size in (32, 16):
-        print(f"PathFinder {size}: {rate(lambda size=size: pathfinder.draw_part(size, N, 0, 0)):,.0f} images/s on one core")
+        print(f"PathFinder {size}: {rate(lambda size=size: pathfinder.image_part(size, N, 0, 0)):,.0f} images/s on one core")
     for low, high in ((500, 2000), (10, 100)):
-        print(f"ListOps {low}–{high}: {rate(lambda low=low, high=high: listops.draw_part(N, (low, high), 10, 0, 0)):,.0f} sequences/s on one core")
+        print(f"ListOps {low}–{high}: {rate(lambda low=low, high=high: listops.expression_part(N, (low, high), 10, 0, 0)):,.0f} sequences/s on one core")

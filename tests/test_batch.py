@@ -236,15 +236,15 @@ def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(aeon.datasets, "load_classification", break_off)
     with pytest.raises(DataError, match="could not fetch ECG200 .*connection lost.*SPT_DATA"):
         ucr_from_aeon("ECG200", tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["ECG200.lock"]
 
 
 def test_a_download_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import spt_nbdev.data as data
+    import spt_nbdev.series as data
 
     published, calls = data.read_aeon("GunPoint", None), []
 
-    def fetch(name: str, folder: Path) -> list[data.Split]:
+    def fetch(name: str, folder: Path) -> list[data.Rows]:
         calls.append(folder)
         Path(folder, name).mkdir(exist_ok=True)
         return published
@@ -253,7 +253,7 @@ def test_a_download_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(data.UCR, "ECG200", data.UCR["GunPoint"])
     for _ in range(2):
         assert data.ucr_from_aeon("ECG200", tmp_path) is published
-    assert calls[0] != tmp_path and calls[1] == tmp_path and [p.name for p in tmp_path.iterdir()] == ["ECG200"]
+    assert calls[0] != tmp_path and calls[1] == tmp_path and {p.name for p in tmp_path.iterdir()} == {"ECG200", "ECG200.lock"}
 
 
 def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -15,10 +18,15 @@ from torch import nn
 
 from spt_nbdev.cli import main
 from spt_nbdev.data import Split, Task
-from spt_nbdev.pathfinder import PathFinderTask, draw_margin, draw_part, part_sizes, pathfinder_images
+from spt_nbdev.listops import ListOpsTask
+from spt_nbdev.model import ModelConfig
+from spt_nbdev.params import ParameterError
+from spt_nbdev.pathfinder import PathFinderTask, draw_margin, image_part, part_sizes, pathfinder_images
 from spt_nbdev.snakes import Field, rules_for
 from spt_nbdev.sources import DataError, Draws, cached, fetch, sha256_of
+from spt_nbdev.spt import Classification, Reconstruction, transfer
 from spt_nbdev.tasks import OFFLINE, TASKS, named_task
+from spt_nbdev.train import Budget, Optimiser, RunSpec, Training
 
 SMALL = PathFinderTask(16, n_train=20, n_val=4, n_test=4)
 
@@ -107,6 +115,71 @@ def test_a_script_without_a_main_guard_can_make_a_set(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("2500\n", "")
 
 
+def test_the_processes_of_a_killed_generation_end(tmp_path: Path) -> None:
+    script = "from spt_nbdev import pathfinder; pathfinder.pathfinder_images(32, 50_000, 0)"
+    parent = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"SPT_WORKERS": "2"})
+
+    def children() -> list[str]:
+        done = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        return [line for line in done.splitlines() if "sources import serve" in line]
+
+    before = set(children())
+    while len(mine := set(children()) - before) < 2:
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    while mine & set(children()):
+        time.sleep(0.1)
+
+
+def test_an_error_of_a_part_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPT_WORKERS", "2")
+    with pytest.raises(DataError, match=r"^too few expressions have a length between 10 and 13 with a depth of at most 1; widen the bounds$"):
+        ListOpsTask(2500, 10, 10, 10, 13, 1).load()
+    monkeypatch.setenv("SPT_WORKERS", "many")
+    with pytest.raises(ParameterError, match="SPT_WORKERS = 'many' is not allowed"):
+        ListOpsTask(2500, 10, 10, 10, 60).load()
+
+
+TRAINABLE = ("listops", "characters", "characterpairs", "digits", "pathfinder", "gunpoint")
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_both_objectives_train_on_every_kind_of_task(name: str) -> None:
+    """An update lowers the loss of its own batch, scores are finite, and the pretrained encoder fits the classifier."""
+    task, config = named_task(name, "smoke").load(), ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32)
+    few = replace(task, train=task.train.rows(slice(16)), test=task.test.rows(slice(8)), val=None)
+    encoders = {}
+    for objective in (Reconstruction(), Classification()):
+        if few.shape.n_documents > 1 and isinstance(objective, Classification):
+            with pytest.raises(ValueError, match="no classifier for it yet"):
+                RunSpec(named_task(name, "smoke"), config, objective, Budget(1))
+            continue
+        torch.manual_seed(0)
+        training = Training(objective.build(config, few.shape), objective, few, Budget(30, batch_size=16), Optimiser(3e-3, warmup_steps=0), 0)
+        losses = []
+        for _ in range(30):
+            training.permutation, training.position = torch.arange(16), 0
+            losses.append(training.update())
+        assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+        assert all(np.isfinite(v) for v in training.evaluate().values())
+        encoders[type(objective)] = training.model
+    if Classification in encoders:
+        transfer(encoders[Reconstruction].state_dict(), encoders[Classification].encoder)
+        for k, v in encoders[Classification].encoder.named_parameters():
+            old = encoders[Reconstruction].encoder.get_parameter(k)
+            assert torch.equal(v, old[:, : v.shape[1]] if k == "embed.weight" else old)
+
+
+def test_padding_does_not_count_in_the_class(own_cache: Path) -> None:
+    task = named_task("listops", "smoke").load()
+    model = Classification().build(ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32), task.shape)
+    batch = task.train.rows(slice(6))
+    steps = model.encoder(task.form.inputs(batch.x[:, : batch.lengths.max()]))
+    by_hand = torch.stack([model.head(s[:n].mean(0)) for s, n in zip(steps, batch.lengths.tolist(), strict=True)])
+    torch.testing.assert_close(Classification().logits(model, task.form, batch), by_hand)
+
+
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPT_CACHE", str(tmp_path / "file" / "cache"))
@@ -148,7 +221,7 @@ def test_what_cannot_be_had_is_an_error_with_a_remedy(
         monkeypatch.setenv("SPT_DATA", str(tmp_path))
     assert main(["data", name]) == 1
     captured = capsys.readouterr()
-    assert not captured.out and captured.err.startswith("spt: ") and "Traceback" not in captured.err
+    assert captured.out.count("\n") == 1 and captured.err.startswith("spt: ") and "Traceback" not in captured.err
     assert "SPT_DATA" in captured.err and (not folder or str(tmp_path) in captured.err)
 
 
@@ -161,7 +234,7 @@ def test_a_data_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatc
 def test_the_command_shows_a_task(capsys: pytest.CaptureFixture) -> None:
     assert main(["data", "gunpoint"]) == 0
     out = capsys.readouterr().out
-    assert "GunPoint: 2 classes, up to 150 steps" in out and "train: 50 (gun 24, point 26)" in out and "test: 150 (gun 76, point 74)" in out
+    assert "GunPoint: 2 classes, up to 150 steps" in out and "train: 50 (gun: 24, point: 26)" in out and "test: 150 (gun: 76, point: 74)" in out
     assert main(["data", "characters"]) == 0
     assert "lengths" in capsys.readouterr().out
     assert main(["data"]) == 0
@@ -181,10 +254,11 @@ def test_sizes_are_known_without_the_data() -> None:
 
 def test_the_parts_of_a_set_do_not_depend_on_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spt_nbdev.pathfinder.part_sizes", lambda size, n: [8, 8, 4])
-    alone = pathfinder_images(16, 20, 3)
+    monkeypatch.setenv("SPT_WORKERS", "3")
+    shared = pathfinder_images(16, 20, 3)
     monkeypatch.setenv("SPT_WORKERS", "1")
-    assert sha256_of(alone) == sha256_of(pathfinder_images(16, 20, 3))
-    assert np.array_equal(alone["images"][8:16].numpy(), draw_part(16, 8, 3, 1)[0])
+    assert sha256_of(shared) == sha256_of(pathfinder_images(16, 20, 3))
+    assert np.array_equal(shared["images"][8:16].numpy(), image_part(16, 8, 3, 1)[0])
     assert sum(part_sizes(32, 200_000)) == 200_000
 
 
@@ -229,10 +303,22 @@ def told_apart(a: np.ndarray, b: np.ndarray) -> float:
         return (model(x[cut:]).argmax(1) == y[cut:]).float().mean().item()
 
 
-@pytest.mark.skipif(not REFERENCE.exists(), reason="needs the sample of the original generator, in SPT_DATA")
+needs_original = pytest.mark.skipif(not REFERENCE.exists(), reason="needs the sample of the original generator, in SPT_DATA")
+
+
+@needs_original
+def test_the_numbers_of_the_original_are_those_of_its_images(root: Path) -> None:
+    cells = [c.source for c in nbformat.read(root / "nbs/01_pathfinder.ipynb", 4).cells]
+    scope: dict[str, object] = {"np": np}
+    exec(next(c for c in cells if c.startswith("ORIGINAL =")) + "\n" + next(c for c in cells if c.startswith("def statistics")).partition("\n\n\n")[0], scope)
+    for name, values in scope["statistics"](np.load(REFERENCE)["images"]).items():
+        assert scope["ORIGINAL"][name] == pytest.approx((values.mean(), values.std() / len(values) ** 0.5), rel=0.05, abs=1e-4)
+
+
+@needs_original
 def test_a_network_cannot_tell_our_images_from_the_originals() -> None:
     original = np.load(REFERENCE)["images"]
-    ours = np.concatenate([draw_part(32, 1000, 42, part)[0].reshape(-1, 32, 32) for part in range(2)])
+    ours = np.concatenate([image_part(32, 1000, 42, part)[0].reshape(-1, 32, 32) for part in range(2)])
     assert abs(told_apart(original, ours) - 0.5) < 3 * 0.5 / 1000**0.5
     field = Field(rules_for(32), 1)
     field.usable = np.ones_like(field.usable)  # a planted fault: contours may start in any direction

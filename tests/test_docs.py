@@ -4,6 +4,7 @@ import ast
 import inspect
 import io
 import tokenize
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -49,3 +50,11 @@ def test_a_wrapped_signature_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "wrapped.py").write_text("def f(\n    a: int\n    | None = None,  # about a\n    b: int = 0,\n) -> None:\n    'd'\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert faults(import_module("wrapped").f) == ["b"]
+
+
+def test_a_name_is_exported_once(root: Path) -> None:
+    """Links from prose to documentation go by name."""
+    homes = Counter(
+        name for path in root.glob("spt_nbdev/*.py") for name in getattr(import_module(f"spt_nbdev.{path.stem}"), "__all__", ()) if path.stem != "_modidx"
+    )
+    assert not [name for name, n in homes.items() if n > 1]
