@@ -133,15 +133,16 @@ def test_training_needs_no_notebook_tools(tmp_path: Path) -> None:
     code = """
 import sys
 class Block:
-    blocked = {"aeon", "dask", "distributed", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich"}
+    blocked = {"aeon", "dask", "distributed", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich", "PIL"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.blocked:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
-from spt_nbdev import data, model, paper, spt, sweep, train, ucr
+from spt_nbdev import data, model, paper, spt, sweep, tasks, train, ucr
 from spt_nbdev.records import Store
 import tiny
 records = sweep.sweep([tiny.finetuning(), tiny.scratch()], store=Store(sys.argv[1]))
+tasks.named_task("listops", "smoke").load()
 print(*(len(r.curves) for r in records))
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
