@@ -29,7 +29,7 @@ build/site/%/_site/index.html: $(READY) $(SOURCES)
 
 test: build/site/smoke/_site/index.html  ## check that all is in sync, and run all tests
 	$(BIN)/nbdev_test --n_workers 2
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lab: $(READY)  ## open JupyterLab; ARGS goes to it
 	$(BIN)/jupyter lab nbs $(ARGS)

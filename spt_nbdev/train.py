@@ -203,12 +203,17 @@ class RunSpec:
     def __post_init__(self) -> None:
         check_fields(self)
         check_whole("seed", self.seed, 0)
-        if isinstance(self.objective, Classification) and self.task.shape().n_documents > 1:
-            raise ValueError("a task of pairs of documents can be pretrained on, but there is no classifier for it yet; choose another task")
+        self.check_documents()
         for f in fields(self.model) if self.init else ():
             own, given = getattr(self.model, f.name), getattr(self.init.source.model, f.name)
             if own != given and f.name not in ("head", "tied_qkvo_init"):
                 raise ValueError(f"init.source.model.{f.name} = {given!r} is not allowed: expected {own!r}, as in model")
+
+    @untraced
+    def check_documents(self) -> None:
+        "Refuse what no model is there for."
+        if isinstance(self.objective, Classification) and self.task.shape().n_documents > 1:
+            raise ValueError("a task of pairs of documents can be pretrained on, but there is no classifier for it yet; choose another task")
 
     def train(self, run: Run) -> Trained:
         "Train, from the checkpoint if there is one; a run that diverges is a `FloatingPointError`."

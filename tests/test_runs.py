@@ -469,8 +469,8 @@ def names(specs: dict[str, object], missing: list[object]) -> set[str]:
 
 
 EDITS = [
-    ("spt_nbdev.spt", "squares.sum() / max(1, squares.numel())", "squares.sum() / max(2, squares.numel())", {PRETRAINED, FINETUNED}),
-    ("spt_nbdev.spt", "return F.cross_entropy(model(x), y)", "return 2 * F.cross_entropy(model(x), y)", {SCRATCH, FINETUNED, OTHER}),
+    ("spt_nbdev.spt", ".sum() / max(1, error.numel())", ".sum() / max(2, error.numel())", {PRETRAINED, FINETUNED}),
+    ("spt_nbdev.spt", "return F.cross_entropy(self.logits(", "return 2 * F.cross_entropy(self.logits(", {SCRATCH, FINETUNED, OTHER}),
     ("spt_nbdev.spt", "encoder.load_state_dict(own |", "encoder.load_state_dict({} | own |", {FINETUNED}),
     ("spt_nbdev.model", "10000.0", "20000.0", EVERYTHING),
     ("spt_nbdev.model", '"VO": r"', '"VO": r"(?#)', EVERYTHING),
@@ -482,7 +482,8 @@ EDITS = [
     ("spt_nbdev.train", "def rate(self, step: int) -> float:", "def rate(self, step):", set()),
     ("spt_nbdev.train", "seed {self.seed}\"", "no. {self.seed}\"", set()),
     ("spt_nbdev.train", "3 * self.budget.epochs * shape.n_train", "2 * self.budget.epochs * shape.n_train", set()),
-    ("spt_nbdev.data", "the file is cut off or of another set", "the file is another", set()),
+    ("spt_nbdev.data", "a value is not finite; clean the data first", "a value is not finite", EVERYTHING),
+    ("spt_nbdev.series", "the file is cut off or of another set", "the file is another", set()),
     ("spt_nbdev.page", "#d55e00", "#000000", set()),
     ("spt_nbdev.ucr", '(peak="max", last="last")', '(peak="min", last="last")', set()),
     ("spt_nbdev.runs", "self.saved = time.monotonic()\n\n    def due", "self.saved = time.monotonic() + 1\n\n    def due", set()),
