@@ -239,11 +239,11 @@ def in_processes(
     def share(k: int) -> list[Any]:
         with tempfile.TemporaryFile() as errors, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env) as process:
             processes.append(process)
-            pickle.dump((make, jobs[k::n]), process.stdin)
-            process.stdin.close()
             try:
+                pickle.dump((make, jobs[k::n]), process.stdin)
+                process.stdin.close()
                 return [pickle.load(process.stdout) for _ in jobs[k::n]]
-            except (EOFError, pickle.UnpicklingError):
+            except (EOFError, BrokenPipeError, pickle.UnpicklingError):
                 process.wait()
                 errors.seek(0)
                 why = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or "it was killed, perhaps for want of memory"

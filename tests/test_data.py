@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -43,6 +44,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def in_python(code: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for half a minute at most."""
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -124,12 +133,27 @@ def test_the_processes_of_a_killed_generation_end(tmp_path: Path) -> None:
         return [line for line in done.splitlines() if "sources import serve" in line]
 
     before = set(children())
-    while len(mine := set(children()) - before) < 2:
-        time.sleep(0.1)
+    until(lambda: len(set(children()) - before) == 2)
+    mine = set(children()) - before
     parent.kill()
     parent.wait()
-    while mine & set(children()):
-        time.sleep(0.1)
+    until(lambda: not mine & set(children()))
+
+
+def test_an_interrupt_of_the_parent_alone_ends_at_once(tmp_path: Path) -> None:
+    """The images would take minutes."""
+    script = "from spt_nbdev import pathfinder; print(1, flush=True); pathfinder.PathFinderTask(32, 300_000, 10, 10).load()"
+    parent = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"SPT_WORKERS": "2"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    parent.stdout.readline()
+    time.sleep(4)
+    parent.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in parent.communicate(timeout=30)[1] and parent.returncode
+
+
+def test_a_cache_that_has_all_need_not_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SMALL.load().train.x
+    monkeypatch.setattr("spt_nbdev.sources.cache_folder", lambda: pytest.fail("written to"))
+    assert torch.equal(SMALL.load().train.x, before)
 
 
 def test_an_error_of_a_part_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +286,7 @@ def test_the_parts_of_a_set_do_not_depend_on_who_makes_them(monkeypatch: pytest.
     assert sum(part_sizes(32, 200_000)) == 200_000
 
 
-def test_a_bad_label_or_token_never_becomes_a_task() -> None:
+def test_a_bad_label_or_value_never_becomes_a_task() -> None:
     y = torch.tensor([0, 1])
     good = Split(torch.zeros(2, 3, 1), y)
     with pytest.raises(DataError, match="bad, test split: expected int64 labels from 0 to 1, found torch.int64 from 0 to 2"):
