@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import nbformat
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -47,8 +49,8 @@ def in_python(code: str) -> subprocess.Popen:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait for half a minute at most."""
-    end = time.monotonic() + 30
+    """Wait for two minutes at most: another test may hold the cores."""
+    end = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -124,20 +126,21 @@ def test_a_script_without_a_main_guard_can_make_a_set(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("2500\n", "")
 
 
+def alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def test_the_processes_of_a_killed_generation_end(tmp_path: Path) -> None:
     script = "from spt_nbdev import pathfinder; pathfinder.pathfinder_images(32, 50_000, 0)"
     parent = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"SPT_WORKERS": "2"})
 
-    def children() -> list[str]:
-        done = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-        return [line for line in done.splitlines() if "sources import serve" in line]
-
-    before = set(children())
-    until(lambda: len(set(children()) - before) == 2)
-    mine = set(children()) - before
+    until(lambda: len(psutil.Process(parent.pid).children()) == 2)
+    children = psutil.Process(parent.pid).children()
     parent.kill()
     parent.wait()
-    until(lambda: not mine & set(children()))
+    until(lambda: not any(alive(child) for child in children))
 
 
 def test_an_interrupt_of_the_parent_alone_ends_at_once(tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_an_interrupt_of_the_parent_alone_ends_at_once(tmp_path: Path) -> None:
     parent.stdout.readline()
     time.sleep(4)
     parent.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in parent.communicate(timeout=30)[1] and parent.returncode
+    assert "KeyboardInterrupt" in parent.communicate(timeout=120)[1] and parent.returncode
 
 
 def test_a_cache_that_has_all_need_not_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
