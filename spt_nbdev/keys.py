@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Spec', 'Trained', 'is_run', 'items', 'parts', 'sources', 'to_json', 'from_json', 'identify', 'key_of', 'label_of',
-           'environment', 'differences', 'flatten']
+           'best_device', 'environment', 'differences', 'flatten']
 
 # %% ../nbs/00_keys.ipynb #2d1bdfa1
 import importlib
@@ -35,6 +35,7 @@ class Trained:
     weights: dict[str, Tensor]
     steps: int  # optimiser steps
     sequences: int  # training sequences seen, repeats counted
+    outcome: str = ""  # how it ended, in words, such as `stuck at chance`
 
 # %% ../nbs/00_keys.ipynb #4a89c77d
 def is_run(thing: object) -> bool:
@@ -116,9 +117,14 @@ def label_of(spec: Any) -> str:
     "What to call a run, for people."
     return spec.label() if hasattr(spec, "label") else f"{type(spec).__name__} {key_of(spec)}"
 
-# %% ../nbs/00_keys.ipynb #8dc63cc7
+# %% ../nbs/00_keys.ipynb #5c573db3
+def best_device() -> str:
+    "Where to train: cuda if there is one, else mps (an Apple GPU), else cpu."
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def environment(
-    device: str = "cpu",  # where the tensors are: cpu, or cuda with or without a number
+    device: str = "cpu",  # where the tensors are: cpu, mps, or cuda with or without a number
 ) -> dict[str, Any]:  # versions, git commit, device and threads, ready for JSON
     "Where a run happens: what a reader needs to judge its numbers and its time."
     package = importlib.import_module(PACKAGE)
@@ -135,7 +141,7 @@ def environment(
         "uncommitted changes": None if changes is None else bool(changes),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.machine()} CPU",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.machine()} {'GPU' if device == 'mps' else 'CPU'}",
         "threads": torch.get_num_threads(),
     }
 

@@ -21,7 +21,7 @@ import torch
 from .code import PACKAGE
 from .data import Shape, Split, Task, Tokens, Values
 from .drive import notebook_parameters
-from .keys import differences, from_json, identify, key_of, label_of, sources
+from .keys import best_device, differences, from_json, identify, key_of, label_of, sources
 from .params import ParameterError
 from .records import Store, read_record, sound_record
 from .sweep import n_workers, to_do
@@ -73,7 +73,7 @@ def measured_speed(
 ) -> float:  # floating point operations per second, of one worker
     "How fast this machine trains such a run."
     shape, n, threads = spec.task.shape(), spec.budget.batch_size, torch.get_num_threads()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     task = random_task(shape, n).to(device)
     training = Training(spec.objective.build(spec.model, shape).to(device), spec.objective, task, spec.budget, spec.optimiser, 0, spec.precision)
     training.permutation, steps = torch.arange(n), 0

@@ -29,7 +29,7 @@ from filelock import Timeout
 from torch import Tensor
 
 from .code import digest
-from .keys import Trained, environment, identify, key_of, label_of
+from .keys import Trained, best_device, environment, identify, key_of, label_of
 from .records import NewerRecord, Record, RecordError, Store, read_record, sound_record, summarise, write_file, write_record
 
 # %% ../nbs/00_runs.ipynb #8fc1f1c6
@@ -110,7 +110,7 @@ class Run:
         checkpoint_every: float,  # seconds between checkpoints; 0 saves one whenever it is offered
     ) -> None:
         self.spec, self.key, self.store, self.checkpoint_every = spec, key_of(spec), store, checkpoint_every
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = best_device()
         self.work = store.work(self.key)
         self.work.mkdir(parents=True, exist_ok=True)
         self.rows: list[dict[str, Any]] = []  # the curves so far
@@ -177,7 +177,7 @@ class Run:
             since, done_then, sequences_then = self.first
             pace = (done - done_then) / (now - since) if now > since else 0.0
             left = {"eta": (total - done) / pace, "rate": (sequences - sequences_then) / (now - since)} if pace else {}
-            self.tell({"done": done, "total": total, "loss": loss, **left})
+            self.tell({"done": done, "total": total, "loss": float(loss), **left})
 
     def tell(self, facts: dict[str, Any]) -> None:
         "Write `progress.json`, which the terminal shows; a full disk doesn't stop a run here."
@@ -201,6 +201,7 @@ class Run:
             "wall time in s": round(self.wall_time(), 3),
             "steps": trained.steps,
             "sequences": trained.sequences,
+            "outcome": trained.outcome,
             "flops": self.spec.flops() if hasattr(self.spec, "flops") else None,
             "metrics": summarise(curves),
         }

@@ -83,7 +83,7 @@ def test_pretraining_learns_to_copy_and_the_loss_sees_hidden_steps_only(tmp_path
     batch = Split(x, torch.zeros(len(x), dtype=torch.int64))
     view = masked_view(Values(), batch, draw_mask(batch, 0.3, torch.Generator().manual_seed(1)))
     wrong_where_visible = torch.where(view.scored[..., None], x, x + 5)
-    assert reconstruction_loss(wrong_where_visible, view, "l2") == 0 and view.inputs[..., 0][view.scored].abs().max() == 0
+    assert reconstruction_loss(wrong_where_visible[view.scored], view, "l2") == 0 and view.inputs[..., 0][view.scored].abs().max() == 0
 
 
 def test_labels_do_not_reach_pretraining(tmp_path: Path) -> None:

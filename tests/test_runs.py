@@ -471,13 +471,13 @@ def names(specs: dict[str, object], missing: list[object]) -> set[str]:
 EDITS = [
     ("spt_nbdev.spt", ".sum() / max(1, error.numel())", ".sum() / max(2, error.numel())", {PRETRAINED, FINETUNED}),
     ("spt_nbdev.spt", "return F.cross_entropy(self.logits(", "return 2 * F.cross_entropy(self.logits(", {SCRATCH, FINETUNED, OTHER}),
-    ("spt_nbdev.spt", "encoder.load_state_dict(own |", "encoder.load_state_dict({} | own |", {FINETUNED}),
-    ("spt_nbdev.model", "10000.0", "20000.0", EVERYTHING),
-    ("spt_nbdev.model", '"VO": r"', '"VO": r"(?#)', EVERYTHING),
+    ("spt_nbdev.spt", "model.load_state_dict(own |", "model.load_state_dict({} | own |", {FINETUNED}),
+    ("spt_nbdev.positions", "10000.0", "20000.0", EVERYTHING),
+    ("spt_nbdev.model", '"VO": BLOCK', '"VO": "(?#)" + BLOCK', EVERYTHING),
     ("spt_nbdev.train", "torch.optim.AdamW(", "torch.optim.Adam(", EVERYTHING),
     ("spt_nbdev.train", "import Tensor, nn", "import Tensor, nn  # noqa", set()),
     ("spt_nbdev.train", "loss.backward()", "loss.backward()  # and now the gradient is there\n", set()),
-    ("spt_nbdev.train", "self.position, self.total = 0, 0.0", "(self.position,\n                self.total) = (0, 0.0)", set()),
+    ("spt_nbdev.train", "self.position, self.total = 0, torch", "self.position, self.total = \\\n                0, torch", set()),
     ("spt_nbdev.train", '"A model in training."', '"A model that is being trained."', set()),
     ("spt_nbdev.train", "def rate(self, step: int) -> float:", "def rate(self, step):", set()),
     ("spt_nbdev.train", "seed {self.seed}\"", "no. {self.seed}\"", set()),
@@ -540,10 +540,10 @@ def test_no_way_to_use_code_escapes_the_trace(monkeypatch: pytest.MonkeyPatch, h
 
 
 CELLS = [
-    "from dataclasses import dataclass\nfrom spt_nbdev.keys import identify, key_of\nfrom spt_nbdev.model import sinusoids",
+    "from dataclasses import dataclass\nfrom spt_nbdev.keys import identify, key_of\nfrom spt_nbdev.positions import sinusoids",
     "SCALE = 1\ndef helper(): return 1",
     "@dataclass(frozen=True)\nclass InCell:\n    n: int = 0\n    def train(self, run): return helper() * SCALE + sinusoids(2, 2)",
-    "print(key_of(InCell()), 'model.sinusoids' in identify(InCell())['code'])",
+    "print(key_of(InCell()), 'positions.sinusoids' in identify(InCell())['code'])",
     "SCALE = 2",
     "print(key_of(InCell()))",
     "def helper(): return 2",
