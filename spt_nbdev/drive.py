@@ -32,6 +32,7 @@ from traitlets.config import Config
 
 from .params import ParameterError, check_parameters, parameter_model, project_root
 from .records import Store
+from .sweep import MEMORY
 
 # %% ../nbs/20_drive.ipynb #40a5876d
 def find_notebooks(
@@ -213,7 +214,7 @@ def noting_records() -> Iterator[Callable[[], dict[str, str]]]:  # gives them: k
     with tempfile.TemporaryDirectory() as tmp:
         log = Path(tmp, "asked")
         log.touch()
-        with patch.dict(os.environ, SPT_ASKED=str(log)):
+        with patch.dict(os.environ, {**MEMORY, **os.environ, "SPT_ASKED": str(log)}):
             yield lambda: {key: digest for root, key, digest in map(json.loads, log.read_text().splitlines()) if root == str(Store().root)}
 
 # %% ../nbs/20_drive.ipynb #4db1fcd1
