@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .data import Form, Shape, Split, Task, View, causal_view, class_view, masked_view
-from .model import Classifier, Group, ModelConfig, Reconstructor, in_groups
+from .groups import Group, in_groups
+from .model import Classifier, ModelConfig, Reconstructor
 from .params import check_fields, check_number
 
 # %% ../nbs/03_spt.ipynb #a117a12e

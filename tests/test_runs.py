@@ -473,7 +473,7 @@ EDITS = [
     ("spt_nbdev.spt", "return F.cross_entropy(self.logits(", "return 2 * F.cross_entropy(self.logits(", {SCRATCH, FINETUNED, OTHER}),
     ("spt_nbdev.spt", "model.load_state_dict(own |", "model.load_state_dict({} | own |", {FINETUNED}),
     ("spt_nbdev.positions", "10000.0", "20000.0", EVERYTHING),
-    ("spt_nbdev.model", '"VO": BLOCK', '"VO": "(?#)" + BLOCK', EVERYTHING),
+    ("spt_nbdev.groups", '"VO": BLOCK', '"VO": "(?#)" + BLOCK', EVERYTHING),
     ("spt_nbdev.train", "torch.optim.AdamW(", "torch.optim.Adam(", EVERYTHING),
     ("spt_nbdev.train", "import Tensor, nn", "import Tensor, nn  # noqa", set()),
     ("spt_nbdev.train", "loss.backward()", "loss.backward()  # and now the gradient is there\n", set()),
