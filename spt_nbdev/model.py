@@ -92,21 +92,16 @@ def local_attention(
     q: Tensor,  # queries (batch, n_heads, length, width)
     k: Tensor,  # keys, like queries
     v: Tensor,  # values, like queries
-    window: int,  # steps in a block; divides the length, else a `ValueError`
+    window: int,  # steps in a block; the length is a multiple of it and more than twice it, else a `ValueError`
 ) -> Tensor:  # the mixed values, like queries
     "Attention of each step to its own block and the two beside it (the code of Amos et al. 2024)."
-    if q.shape[2] % window:
-        raise ValueError(f"window = {window} doesn't divide the length {q.shape[2]}; choose another, or 0")
-
-    def blocks(x: Tensor, beside: int) -> Tensor:
-        "(batch * n_blocks, n_heads, (1 + 2 * beside) * window, width), with 0 where there is none."
-        padded = F.pad(x, (0, 0, beside * window, beside * window))
-        return padded.unfold(2, (1 + 2 * beside) * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1)
-
-    there = blocks(torch.ones_like(q[:1, :1, :, :1]), 1).squeeze(-1)[:, :, None] > 0  # (n_blocks, 1, 1, 3 * window)
-    bias = torch.zeros_like(there, dtype=q.dtype).masked_fill(~there, -math.inf).repeat(len(q), 1, 1, 1)
-    mixed = F.scaled_dot_product_attention(blocks(q, 0), blocks(k, 1), blocks(v, 1), attn_mask=bias)
-    return mixed.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)
+    if q.shape[2] % window or q.shape[2] <= 2 * window:
+        raise ValueError(f"window = {window} is not allowed for {q.shape[2]} steps: expected more than two whole blocks; choose another, or 0")
+    seen = [x.unfold(2, 3 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v)]  # by the blocks between the first and the last
+    between = F.scaled_dot_product_attention(q[:, :, window:-window].unflatten(2, (-1, window)).transpose(1, 2).flatten(0, 1), *seen)
+    first = F.scaled_dot_product_attention(q[:, :, :window], k[:, :, : 2 * window], v[:, :, : 2 * window])
+    last = F.scaled_dot_product_attention(q[:, :, -window:], k[:, :, -2 * window :], v[:, :, -2 * window :])
+    return torch.cat([first, between.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3), last], 2)
 
 # %% ../nbs/02_model.ipynb #4cd5d352
 class Attention(nn.Module):
@@ -143,21 +138,23 @@ class Attention(nn.Module):
             parts.append(torch.zeros(real.shape, device=x.device).masked_fill(~real, -math.inf))
         return sum(parts) if parts else None
 
-    def parts(self, x: Tensor, lengths: Tensor | None, queries: Queries | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        "Queries, keys, values and bias, ready to be attended with."
+    def projections(self, x: Tensor, queries: Queries | None) -> tuple[Tensor, Tensor, Tensor]:
+        "Queries, keys and values (batch, n_heads, …, d_model / n_heads), turned by their positions if the model uses RoPE."
         asked = self.query(x) if queries is None else queries.pack(self.query(x[queries.row, queries.step]))
         q, k, v = self.heads(asked), self.heads(self.key(x)), self.heads(self.value(x))
+        if self.config.uses("rope"):
+            angle = angles(x.shape[1], k.shape[-1]).to(x.device)
+            q, k = rotate(q, angle if queries is None else angle[queries.pack(queries.step)][:, None]), rotate(k, angle)
+        return q, k, v
+
+    def fused(self, x: Tensor, lengths: Tensor | None, queries: Queries | None) -> Tensor:
+        "The mixed values (batch, n_heads, …, d_model / n_heads), by the fused kernel."
+        q, k, v = self.projections(x, queries)
         bias = self.bias(x, lengths)
-        angle = angles(x.shape[1], k.shape[-1]).to(x.device) if self.config.uses("rope") else None
-        if queries is not None:
-            steps = queries.pack(queries.step)
-            angle_of_q = None if angle is None else angle[steps][:, None]
-            bias = None if bias is None else bias.expand(len(x), -1, x.shape[1], -1).take_along_dim(steps[:, None, :, None], 2)
-        else:
-            angle_of_q = angle
-        if angle is not None:
-            q, k = rotate(q, angle_of_q), rotate(k, angle)
-        return q, k, v, bias
+        if bias is not None and queries is not None:
+            steps = queries.pack(queries.step)[:, None, :, None]
+            bias = bias.expand(len(x), -1, x.shape[1], -1).take_along_dim(steps, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype))
 
     def forward(
         self,
@@ -166,16 +163,16 @@ class Attention(nn.Module):
         queries: Queries | None = None,  # the n steps that are asked about; None asks about all
     ) -> Tensor:  # (batch, length, d_model), or (n, d_model)
         "Mix the steps."
-        if self.config.window and x.shape[1] > self.config.window:
-            mixed = local_attention(*self.parts(x, lengths, None)[:3], self.config.window).transpose(1, 2).flatten(2)
-            return self.out(mixed if queries is None else mixed[queries.row, queries.step])
-        q, k, v, bias = self.parts(x, lengths, queries)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype)).transpose(1, 2).flatten(2)
-        return self.out(mixed if queries is None else queries.unpack(mixed))
+        local = 0 < 2 * self.config.window < x.shape[1]
+        mixed = local_attention(*self.projections(x, None), self.config.window) if local else self.fused(x, lengths, queries)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if queries is not None:
+            mixed = mixed[queries.row, queries.step] if local else queries.unpack(mixed)
+        return self.out(mixed)
 
     def explain(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         "The same by the formula: the mixed steps, and the weights and scores (batch, n_heads, length, length)."
-        mixed, weights, scores = softmax_attention(*self.parts(x, lengths, None))
+        mixed, weights, scores = softmax_attention(*self.projections(x, None), self.bias(x, lengths))
         return self.out(mixed.transpose(1, 2).flatten(2)), weights, scores
 
 # %% ../nbs/02_model.ipynb #53f3454b

@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['STEPS', 'training_steps', 'Items', 'WithLoss', 'plain_steps', 'trainer_steps', 'EveryStep', 'FormulaAttention',
-           'our_training', 'stacked_steps', 'steps_of', 'prepare', 'drop', 'seconds', 'matmul_rate', 'data_seconds']
+           'our_training', 'stacked_steps', 'steps_of', 'prepare', 'drop', 'seconds', 'matmul_rate', 'data_seconds',
+           'serial_study', 'plain_study']
 
 # %% ../nbs/25_pace.ipynb #3b2423bd
 import gc
+import os
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import islice
 from threading import Semaphore, Thread
 from typing import Any
 
@@ -19,11 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from .data import Form, View, class_view
+from .data import Form, Values, View, class_view
 from .model import Attention, softmax_attention
+from .records import Store
 from .rivals import BLOCKS, Case, rival
+from .runs import run_spec
 from .spt import Classification, Reconstruction
-from .train import Budget, Optimiser, Training
+from .train import Budget, Optimiser, RunSpec, Training
 
 # %% ../nbs/25_pace.ipynb #0b5d1496
 def training_steps(training: Training) -> Iterator[None]:
@@ -82,7 +87,7 @@ def plain_steps(case: Case) -> Iterator[None]:
 # %% ../nbs/25_pace.ipynb #8947a0ac
 def trainer_steps(case: Case) -> Iterator[None]:
     "Steps of the Trainer; an error in its thread is raised here."
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     go, done, state = Semaphore(0), Semaphore(0), {"stop": False, "error": None}
 
@@ -103,7 +108,9 @@ def trainer_steps(case: Case) -> Iterator[None]:
         args = TrainingArguments(folder, per_device_train_batch_size=case.batch_size, max_steps=10**6, learning_rate=1e-3, max_grad_norm=0.0, **options)
         model = WithLoss(rival("Trainer", case.build()), case.form)
         try:
-            Trainer(model, args, train_dataset=Items(case), callbacks=[Wait()]).train()
+            trainer = Trainer(model, args, train_dataset=Items(case), callbacks=[Wait()])
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
         except Exception as e:
             state["error"] = e
         done.release()
@@ -270,3 +277,28 @@ def data_seconds(
         ready()
         times.append(time.perf_counter() - start)
     return times[1:]  # the first is a warm-up
+
+# %% ../nbs/25_pace.ipynb #c3e7fb3c
+def serial_study(specs: list[RunSpec]) -> float:
+    "Seconds that runs take in this process, one after the other, in a new store."
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        for spec in specs:
+            run_spec(spec, Store(folder))
+        return time.perf_counter() - start
+
+
+def plain_study(
+    specs: list[RunSpec],  # on sequences of values that are all full
+) -> float:
+    "Seconds that as many steps of equal models take in plain PyTorch, with as many threads as there are cores."
+    torch.set_num_threads(os.cpu_count() or 1)
+    start = time.perf_counter()
+    for spec in specs:
+        shape, budget = spec.task.shape(), spec.budget
+        case = Case("study", spec.model, Values(), shape.length, budget.batch_size, spec.objective)
+        for _ in islice(plain_steps(case), budget.epochs * -(-shape.n_train // budget.batch_size)):
+            pass
+    spent = time.perf_counter() - start
+    torch.set_num_threads(1)
+    return spent

@@ -126,7 +126,7 @@ def x_blocks(ours: list[Block], config: ModelConfig) -> nn.Module:
         copy_weights([(attention.to_q, a.query), (attention.to_k, a.key), (attention.to_v, a.value), (attention.to_out, a.out)])
         copy_weights([(linears[0], block.mlp[0]), (linears[1], block.mlp[2])])
         for theirs, norm in ((attention_norm, block.attention_norm), (mlp_norm, block.mlp_norm)):
-            theirs.gamma.data.copy_(norm.weight)
+            theirs.gamma.data.copy_(norm.weight - float(theirs.unit_offset))  # may be stored as what it differs from 1 by
     return encoder
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .code import untraced
 from .data import Shape, Task, TaskSpec
-from .groups import Group, in_groups
 from .keys import Trained
+from .groups import Group, in_groups
 from .model import ModelConfig
 from .params import check_fields, check_number, check_whole
 from .runs import Run
@@ -222,9 +222,7 @@ class RunSpec:
         "Refuse a model that can't do what the objective asks."
         n_documents = self.task.shape().n_documents
         if isinstance(self.objective, Classification) and (self.model.head == "pair") != (n_documents == 2):
-            raise ValueError(
-                f"model.head = {self.model.head!r} is not allowed: the task has {n_documents} document(s) to a label, and 'pair' is the head for two"
-            )
+            raise ValueError(f"model.head = {self.model.head!r} is not allowed: the task has {n_documents} document(s) to a label, and 'pair' is the head for two")
         if isinstance(self.objective, NextStep) and not self.model.causal:
             raise ValueError("model.causal = False is not allowed: a model that looks ahead can't be asked what comes next; set it to True")
 
@@ -291,6 +289,6 @@ def measure(
     flops, n_weights = counter.get_total_flops(), sum(w.numel() for w in model.parameters())
     if isinstance(objective, Reconstruction):  # the last layer isn't asked about the steps that are visible
         unasked = (1 - objective.mask_ratio) * shape.length * shape.n_documents
-        attention = 0 if config.window else 2 * config.d_model + 4 * shape.length  # in a window, all queries are computed
+        attention = 0 if 0 < 2 * config.window < shape.length else 2 * config.d_model + 4 * shape.length  # in a window, all queries are computed
         flops -= round(unasked * config.d_model * (attention + 2 * config.d_model + 4 * config.d_ff + 2 * shape.outputs))
     return flops, n_weights
