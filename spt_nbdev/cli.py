@@ -129,8 +129,9 @@ def reproduce(
         with Watch(console, store, path.stem) as watch:
             outcome = run_notebook(path, root / "build", args.profile, values, watch.on_cell, variant, inputs)
         news = events(store, seen)
-        trained = sum(e["event"] == "finishes" for e in news)
-        runs = f", {trained} run{'s' if trained > 1 else ''} trained" if trained else ""
+        ends = [e["outcome"] for e in news if e["event"] == "finishes"]
+        runs = f", {len(ends)} run{'s' if len(ends) > 1 else ''} trained" if ends else ""
+        runs += f", {n} stuck at chance" if (n := ends.count("stuck at chance")) else ""
         say(console, f"{path.stem:<13} {'failed' if outcome.error else 'ok':<7}{outcome.seconds:6.1f} s   {outcome.page.relative_to(root)}{runs}")
         for e in news:
             if e["event"] == "damaged":

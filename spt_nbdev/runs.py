@@ -249,8 +249,9 @@ def run_spec(
                 if not (run.work / "checkpoint").exists():
                     shutil.rmtree(run.work)
                 raise
-        store.event("finishes", key, label=label_of(spec), seconds=round(run.wall_time(), 3))
-        return store.find(key, weights=True)
+        record = store.find(key, weights=True)
+        store.event("finishes", key, label=label_of(spec), seconds=round(run.wall_time(), 3), outcome=record.facts["outcome"])
+        return record
 
 # %% ../nbs/00_runs.ipynb #9ceeaeb4
 def tidy(

@@ -1,10 +1,12 @@
 """What the tests share: the checkout and the rendered smoke site."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side
 sys.path.insert(0, str(Path(__file__).parent))
 
 

@@ -25,7 +25,7 @@ from spt_nbdev.keys import key_of
 from spt_nbdev.records import Record, RecordError, Store
 from spt_nbdev.runs import publish, run_spec, verify
 from spt_nbdev.spt import Reconstruction
-from spt_nbdev.sweep import SweepError, local_client, sweep, to_do
+from spt_nbdev.sweep import MEMORY, SweepError, local_client, sweep, to_do
 from spt_nbdev.train import Optimiser, Training
 from spt_nbdev.watch import events
 
@@ -318,6 +318,13 @@ def test_gpu_workers_get_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with local_client(2) as client:
         assert sorted(client.run(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).values()) == ["0", "1"]
+
+
+def test_workers_keep_their_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1000")
+    with local_client(1) as client:
+        (found,) = client.run(lambda: {k: os.environ.get(k) for k in MEMORY}).values()
+    assert found == MEMORY | {"MALLOC_TOP_PAD_": "1000"}
 
 
 def test_a_scheduler_by_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
