@@ -3,11 +3,11 @@ PYTHON  ?= python3.11
 PROFILE ?= smoke
 BIN     := .venv/bin
 READY   := .venv/ready
-SOURCES := $(wildcard nbs/* spt_nbdev/*.py results/*/*) _quarto.yml references.bib
+SOURCES := $(wildcard nbs/* spt_nbdev/*.py results/*.json results/*/*) _quarto.yml references.bib
 # nbdev exports nothing, and says nothing, while this is set.
 unexport IN_TEST
 
-.PHONY: help env site test lab sync clean
+.PHONY: help env site test lab bench sync clean
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Settings: PROFILE=smoke (the default), laptop or paper; PYTHON=python3.11"
@@ -33,6 +33,9 @@ test: build/site/smoke/_site/index.html  ## check that all is in sync, and run a
 
 lab: $(READY)  ## open JupyterLab; ARGS goes to it
 	$(BIN)/jupyter lab nbs $(ARGS)
+
+bench: $(READY)  ## measure the speed on this machine; ARGS goes to it
+	$(BIN)/python -m spt_nbdev.bench $(ARGS)
 
 sync: $(READY)  ## format and clean the notebooks, and export the package
 	$(BIN)/ruff format --quiet

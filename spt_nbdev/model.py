@@ -52,6 +52,14 @@ class ModelConfig:
         "Whether a scheme of positions, such as alibi, is used, alone or in a sum."
         return scheme in self.positions.split("+")
 
+    def is_local(self, length: int) -> bool:
+        "Whether attention goes by blocks in a sequence of this length."
+        return 0 < 2 * self.window < length
+
+    def asks_some(self, length: int) -> bool:
+        "Whether attention can be asked about some steps only, in a sequence of this length: not if each query has a bias of its own."
+        return not (self.causal or self.is_local(length) or self.uses("alibi") or self.uses("fire"))
+
 # %% ../nbs/02_model.ipynb #2d10e509
 def softmax_attention(
     q: Tensor,  # queries (batch, n_heads, n_queries, width)
@@ -128,7 +136,7 @@ class Attention(nn.Module):
             parts.append(-self.slopes[None, :, None, None] * distances(length, x.device))
         if self.fire is not None:
             parts.append(self.fire(length)[None])
-        if self.config.window:
+        if self.config.is_local(length):
             block = torch.arange(length, device=x.device) // self.config.window
             parts.append(torch.zeros(1, 1, length, length, device=x.device).masked_fill((block[:, None] - block).abs() > 1, -math.inf))
         if self.config.causal:
@@ -143,18 +151,18 @@ class Attention(nn.Module):
         asked = self.query(x) if queries is None else queries.pack(self.query(x[queries.row, queries.step]))
         q, k, v = self.heads(asked), self.heads(self.key(x)), self.heads(self.value(x))
         if self.config.uses("rope"):
-            angle = angles(x.shape[1], k.shape[-1]).to(x.device)
+            angle = angles(x.shape[1], k.shape[-1], x.device)
             q, k = rotate(q, angle if queries is None else angle[queries.pack(queries.step)][:, None]), rotate(k, angle)
         return q, k, v
 
     def fused(self, x: Tensor, lengths: Tensor | None, queries: Queries | None) -> Tensor:
-        "The mixed values (batch, n_heads, …, d_model / n_heads), by the fused kernel."
+        "The mixed values (batch, n_heads, …, d_model / n_heads), by the fused kernels."
         q, k, v = self.projections(x, queries)
-        bias = self.bias(x, lengths)
-        if bias is not None and queries is not None:
-            steps = queries.pack(queries.step)[:, None, :, None]
-            bias = bias.expand(len(x), -1, x.shape[1], -1).take_along_dim(steps, 2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype))
+        if self.config.is_local(x.shape[1]):
+            return local_attention(q, k, v, self.config.window)
+        causal_alone = self.config.causal and not (self.config.uses("alibi") or self.config.uses("fire") or (self.config.padding_mask and lengths is not None))
+        bias = None if causal_alone else self.bias(x, lengths)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), is_causal=causal_alone)
 
     def forward(
         self,
@@ -163,11 +171,12 @@ class Attention(nn.Module):
         queries: Queries | None = None,  # the n steps that are asked about; None asks about all
     ) -> Tensor:  # (batch, length, d_model), or (n, d_model)
         "Mix the steps."
-        local = 0 < 2 * self.config.window < x.shape[1]
-        mixed = local_attention(*self.projections(x, None), self.config.window) if local else self.fused(x, lengths, queries)
-        mixed = mixed.transpose(1, 2).flatten(2)
-        if queries is not None:
-            mixed = mixed[queries.row, queries.step] if local else queries.unpack(mixed)
+        packed = queries is not None and self.config.asks_some(x.shape[1])
+        mixed = self.fused(x, lengths, queries if packed else None).transpose(1, 2).flatten(2)
+        if packed:
+            mixed = queries.unpack(mixed)
+        elif queries is not None:
+            mixed = mixed[queries.row, queries.step]
         return self.out(mixed)
 
     def explain(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,7 +213,7 @@ class Encoder(nn.Module):
         vocabulary: int = 0,  # number of tokens, each with a vector of its own; 0 for values
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.length = config, length
         self.embed = nn.Embedding(vocabulary, config.d_model) if vocabulary else nn.Linear(channels, config.d_model)
         if config.pool == "cls":
             self.cls, length = nn.Parameter(0.02 * torch.randn(config.d_model)), length + 1
@@ -221,8 +230,10 @@ class Encoder(nn.Module):
         lengths: Tensor | None = None,  # (batch,) int64: steps before the padding; None if all are full
         at: Tensor | None = None,  # (batch, length) bool: n steps that are asked about; None asks about all
     ) -> Tensor:  # (batch, length, d_model), with the cls step in front if there is one; or (n, d_model)
-        "Encode."
-        x = self.embed(x)
+        "Encode; a sequence that is longer than the longest is a `ValueError`."
+        if x.shape[1] > self.length:
+            raise ValueError(f"a sequence has {x.shape[1]} steps, and the model was made for {self.length}; make it for the longest")
+        x = self.embed(x).float()  # also if matrix products are in bfloat16, or a scheme of positions would decide about what is added up
         if self.config.pool == "cls":
             x = torch.cat([self.cls.expand(len(x), 1, -1), x], 1)
             lengths = None if lengths is None else lengths + 1

@@ -7,6 +7,7 @@ __all__ = ['Positions', 'angles', 'sinusoids', 'distances', 'alibi_slopes', 'Fir
 
 # %% ../nbs/02_positions.ipynb #5074ee19
 import math
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -19,10 +20,11 @@ Positions = Literal["none", "sinusoidal", "learned", "alibi", "fire", "rope", "s
 def angles(
     length: int,  # number of positions
     width: int,  # even
+    device: torch.device | None = None,  # where to make it; None is the CPU
 ) -> Tensor:  # (length, width / 2) float32, in radians
     "The angle of each position, at rates that fall from 1 to nearly 1 / 10000 (Vaswani et al. 2017, section 3.5)."
-    rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
-    return torch.arange(length)[:, None] * rate
+    rate = torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(10000.0) / width))
+    return torch.arange(length, device=device)[:, None] * rate
 
 
 def sinusoids(
@@ -76,7 +78,8 @@ class Fire(nn.Module):
         "The bias, (n_heads, length, length) float32; rows are queries."
         distance = distances(length, self.squeeze.device)
         reach = torch.maximum(distance[0], (self.threshold * self.start).abs())  # row 0 counts the queries from 0
-        return self.mlp((self.psi(distance) / (self.psi(reach)[:, None] + 1e-6))[..., None]).permute(2, 0, 1)
+        with torch.autocast(distance.device.type, enabled=False) if distance.device.type in ("cpu", "cuda") else nullcontext():
+            return self.mlp((self.psi(distance) / (self.psi(reach)[:, None] + 1e-6))[..., None]).permute(2, 0, 1)
 
 # %% ../nbs/02_positions.ipynb #a88ddab2
 def rotate(
@@ -85,5 +88,5 @@ def rotate(
 ) -> Tensor:  # of the shape and dtype of x
     "Turn each pair of neighbours by the angle of its position (Su et al. 2024, equation 34)."
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

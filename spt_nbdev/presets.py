@@ -66,7 +66,7 @@ CODE_MODELS: dict[PresetName, ModelConfig] = {  # d_model, n_layers, n_heads, d_
     "retrieval": ModelConfig(128, 4, 4, 512, head="pair"),
     "image": ModelConfig(64, 3, 4, 128, head="mlp"),
     "pathfinder": ModelConfig(128, 4, 8, 128),
-    "pathx": ModelConfig(128, 4, 4, 128, pool="max"),  # in the code its attention is local; here it is full
+    "pathx": ModelConfig(128, 4, 4, 128, pool="max", window=4096),
 }
 TEXT_SIZES = {"listops": {"d_ff": 1024}, "text": {"d_ff": 1024}, "pathfinder": {"n_heads": 4, "d_ff": 512}}  # where appendix A.2 differs
 TEXT_TASKS = {"text": {"length": 2048}, "retrieval": {"length": 4096}, "image": {"loss": "l2"}}  # where appendices A.1 and A.2 differ

@@ -88,7 +88,7 @@ ONE_AT_A_TIME = threading.Lock()  # random states and number of threads belong t
 def undisturbed() -> Iterator[None]:
     "Leave the process as it was; inside, all is as in a new one, and torch uses one thread, so that sums don't depend on the machine. One thread of a process at a time."
     with ONE_AT_A_TIME:
-        states, threads, dtype = random_states(), torch.get_num_threads(), torch.get_default_dtype()
+        states, threads, dtype, products = random_states(), torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
@@ -97,6 +97,7 @@ def undisturbed() -> Iterator[None]:
         finally:
             torch.set_num_threads(threads)
             torch.set_default_dtype(dtype)
+            torch.set_float32_matmul_precision(products)
             set_random_states(*states)
 
 # %% ../nbs/00_runs.ipynb #c9dbf0f7
