@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import islice
 from threading import Semaphore, Thread
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -142,7 +142,7 @@ class EveryStep(Reconstruction):
         return model(view.inputs, view.lengths)[view.scored]
 
 
-def formula_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+def formula_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: Literal[False] = False) -> Tensor:
     "What stands in for PyTorch's fused kernel."
     return softmax_attention(q, k, v, attn_mask)[0]
 

@@ -48,7 +48,7 @@ class Case:
 
     def flops(self) -> int:
         "Floating point operations of our step: three forward passes of a batch."
-        return 3 * self.batch_size * measure(self.objective, self.config, self.task().shape)[0]
+        return 3 * self.batch_size * measure(self.objective, self.config, self.task().shape, self.batch_size)[0]
 
 # %% ../nbs/25_rivals.ipynb #b867ed12
 class Rival(nn.Module):

@@ -1,4 +1,4 @@
-"""The model against torch's own Transformer layer, and what it may import."""
+"""What reaches a training and what doesn't, the published runs, and what the model may import."""
 
 import subprocess
 import sys
@@ -9,62 +9,15 @@ import numpy as np
 import pytest
 import torch
 from tiny import Copying
-from torch import nn
 
-from spt_nbdev.data import Fold, Shape, Split, Values, masked_view
+from spt_nbdev.data import Fold, Split, Values, masked_view
 from spt_nbdev.keys import key_of
-from spt_nbdev.model import Block, Classifier, ModelConfig
+from spt_nbdev.model import ModelConfig
 from spt_nbdev.records import Record, Store
 from spt_nbdev.runs import run_spec
 from spt_nbdev.spt import Classification, Reconstruction, draw_mask, reconstruction_loss
 from spt_nbdev.train import Budget, Optimiser, RunSpec
 from spt_nbdev.ucr import Search, search_runs, table_6
-
-
-def torch_layer(block: Block, config: ModelConfig) -> nn.TransformerEncoderLayer:
-    """torch's pre-norm layer with the weights of our block."""
-    layer = nn.TransformerEncoderLayer(
-        config.d_model,
-        config.n_heads,
-        config.d_ff,
-        dropout=0.0,
-        activation="gelu",
-        batch_first=True,
-        norm_first=True,
-    )
-    a = block.attention
-    layer.load_state_dict({
-        "self_attn.in_proj_weight": torch.cat([a.query.weight, a.key.weight, a.value.weight]),
-        "self_attn.in_proj_bias": torch.cat([a.query.bias, a.key.bias, a.value.bias]),
-        "self_attn.out_proj.weight": a.out.weight, "self_attn.out_proj.bias": a.out.bias,
-        "linear1.weight": block.mlp[0].weight, "linear1.bias": block.mlp[0].bias,
-        "linear2.weight": block.mlp[2].weight, "linear2.bias": block.mlp[2].bias,
-        "norm1.weight": block.attention_norm.weight, "norm1.bias": block.attention_norm.bias,
-        "norm2.weight": block.mlp_norm.weight, "norm2.bias": block.mlp_norm.bias,
-    })  # fmt: skip
-    return layer
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_block_is_torchs_pre_norm_layer(tied: bool) -> None:
-    torch.manual_seed(0)
-    config = ModelConfig(tied_qkvo_init=tied)
-    block = Block(config)
-    for w in block.parameters():
-        nn.init.normal_(w, std=0.2)
-    x = torch.randn(3, 40, config.d_model)
-    layer = torch_layer(block, config)
-    torch.testing.assert_close(block(x), layer(x), atol=1e-5, rtol=1e-5)
-
-
-def test_the_classifier_does_not_see_the_order_without_positions() -> None:
-    torch.manual_seed(0)
-    model, x = Classifier(ModelConfig(), Shape(30, 1, 2)), torch.randn(2, 30, 1)
-    shuffled = x[:, torch.randperm(30)]
-    assert not torch.allclose(model(x), model(shuffled), atol=1e-4)
-    model.encoder.positions.zero_()
-    torch.testing.assert_close(model(x), model(shuffled), atol=1e-5, rtol=1e-4)
-
 
 SMALL = ModelConfig(d_model=16, n_layers=1, d_ff=32)
 
@@ -133,16 +86,17 @@ def test_training_needs_no_notebook_tools(tmp_path: Path) -> None:
     code = """
 import sys
 class Block:
-    blocked = {"aeon", "dask", "distributed", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich", "PIL"}
+    blocked = {"aeon", "dask", "distributed", "seaborn", "matplotlib", "pydantic", "fastcore", "nbdev", "papermill", "IPython", "rich", "PIL", "transformers", "x_transformers", "accelerate"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.blocked:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
-from spt_nbdev import data, model, paper, spt, sweep, tasks, train, ucr
+from spt_nbdev import data, model, paper, presets, spt, sweep, tasks, train, ucr
 from spt_nbdev.records import Store
 import tiny
 records = sweep.sweep([tiny.finetuning(), tiny.scratch()], store=Store(sys.argv[1]))
 tasks.named_task("listops", "smoke").load()
+presets.preset("pathfinder").runs()
 print(*(len(r.curves) for r in records))
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
