@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -108,14 +109,15 @@ def measure_rounds(
     spend: float,  # seconds, about
     least: int,  # rounds, even if they take longer
 ) -> dict[str, list[float]]:  # seconds of a step, in each round
-    "Let all take turns, in rounds, for a while; at most nine."
+    "Let all take turns, in rounds, for a while; at most nine. The order is drawn anew in each, for a turn depends on the memory that the one before leaves behind."
+    draws = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name, _ in turns}
     start = time.perf_counter()
     for done in range(9):
         spent = time.perf_counter() - start
         if done >= least and spent + spent / done > spend:
             break
-        for name, turn in turns:
+        for name, turn in draws.sample(turns, len(turns)):
             times[name].append(turn())
     return times
 
@@ -133,11 +135,12 @@ def measure_case(
     variants = {"as it comes": [*BLOCKS, *(["ours"] if levers else [])], "our memory settings": ["ours", *BLOCKS, *levers]}
     for ready in [asks[name](prepare, case, vs, wait=False) for name, vs in variants.items()]:
         ready.result()
-    n = max(1, math.ceil(0.15 / tuned(seconds, "ours"))) if spend else 1
+    step = tuned(seconds, "ours")
+    n = max(1, math.ceil(0.15 / step)) if spend else 1
     order = [*BLOCKS, "ours", *levers]
     turns = [(f"{v}, {name}", partial(asks[name], seconds, v, 1 if v in STACK else n)) for v in order for name in PROCESSES if v in variants[name]]
     turns.append((OPERATION, partial(tuned, operation_seconds)))
-    times = measure_rounds(turns, spend, least)
+    times = measure_rounds(turns, spend, least if step < 1 else 2)
     for ask in (plain, tuned):
         ask(drop)
     return {
@@ -155,7 +158,7 @@ def measure_case(
 # %% ../nbs/25_bench.ipynb #417d8a85
 def study_specs(quick: bool) -> list[RunSpec]:
     "Five seeds, each pretrained and finetuned; pretrainings first."
-    epochs, task = (1, DigitsTask(64, 16, 16)) if quick else (3, DigitsTask())
+    epochs, task = (1, DigitsTask(64, 16, 16)) if quick else (2, DigitsTask())
     before = [RunSpec(task, ModelConfig(), Reconstruction(), Budget(epochs, 32, epochs), seed=seed) for seed in range(5)]
     return before + [replace(b, objective=Classification(), init=Init(b)) for b in before]
 

@@ -29,7 +29,7 @@ def page_inputs(
     "What the page of a notebook rests on, but for its records."
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = {kind: ["".join(c["source"]) for c in cells if c["cell_type"] == kind] for kind in ("code", "markdown")}
-    beside = [path.parent.parent / name for name in ("_quarto.yml", "references.bib") if name in "".join(sources["code"])]
+    beside = [path.parent.parent / name for name in ("_quarto.yml", "references.bib", "results/bench.json") if name in "".join(sources["code"])]
     digests = {kind: sha256(json.dumps(texts).encode()).hexdigest()[:16] for kind, texts in sources.items()}
     return {
         "cells": digests | {"order": "".join(c["cell_type"][0] for c in cells)},
