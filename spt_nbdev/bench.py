@@ -158,7 +158,7 @@ def measure_case(
 # %% ../nbs/25_bench.ipynb #417d8a85
 def study_specs(quick: bool) -> list[RunSpec]:
     "Five seeds, each pretrained and finetuned; pretrainings first."
-    epochs, task = (1, DigitsTask(64, 16, 16)) if quick else (2, DigitsTask())
+    epochs, task = (1, DigitsTask(64, 16, 16)) if quick else (6, DigitsTask())
     before = [RunSpec(task, ModelConfig(), Reconstruction(), Budget(epochs, 32, epochs), seed=seed) for seed in range(5)]
     return before + [replace(b, objective=Classification(), init=Init(b)) for b in before]
 

@@ -75,7 +75,7 @@ def n_workers() -> int:
 
 
 # By default, glibc gives the memory of each large result back to the system and asks for it again. Kept, and in huge pages, a training
-# step on a CPU takes about a quarter less time (25_bench). A process reads this when it starts; other systems ignore it.
+# step of a small model on a CPU takes a fifth to two fifths less time (25_bench). A process reads this when it starts; other systems ignore it.
 MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
