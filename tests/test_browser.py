@@ -101,7 +101,7 @@ def test_dark_mode_switch_works_and_is_remembered(page: Page, address: str) -> N
 
 
 def test_maths_is_rendered(page: Page, address: str) -> None:
-    visit(page, f"{address}/02_model.html")
+    visit(page, f"{address}/02_positions.html")
     page.wait_for_selector("#eq-sinusoids svg, #eq-sinusoids mjx-container", state="attached")
     shown = page.locator("main").inner_text()
     assert "\\sin" not in shown and "\\(" not in shown

@@ -194,7 +194,7 @@ def test_both_objectives_overfit_eight_sequences_of_every_kind_of_task(name: str
         else:
             assert sum(losses[-10:]) / 10 < 0.75 * losses[0]
         models[type(objective)] = training.model
-    transfer(models[Reconstruction].state_dict(), models[Classification])
+    transfer(models[Reconstruction].state_dict(), models[Classification], flag=not task.shape.vocabulary)
     for k, v in models[Classification].encoder.named_parameters():
         old = models[Reconstruction].encoder.get_parameter(k)
         assert torch.equal(v, old[:, : v.shape[1]] if k == "embed.weight" else old)
@@ -211,7 +211,7 @@ def test_every_kind_of_task_goes_from_pretraining_to_labels_through_the_store(na
     symbols = bool(task.shape().vocabulary or task.shape().levels)
     assert {c for c in first.curves if c.endswith("acc")} == ({f"{s}_acc" for s in splits - {"train"}} if symbols else set())
     assert {c for c in second.curves if c.endswith("acc")} == {f"{s}_acc" for s in splits}
-    assert first.facts["outcome"] == "trained" and second.facts["outcome"] in ("learned", "stuck at chance")
+    assert first.facts["outcome"] in ("learned", "no better than a constant") and second.facts["outcome"] in ("learned", "stuck at chance")
     assert first.facts["sequences"] == second.facts["sequences"] == task.shape().n_train
 
 
