@@ -175,7 +175,7 @@ class Store:
         found = None
         for layer in filter(None, (self.root, self.published)):
             folder = layer / key
-            if found is None and folder.exists() and (layer == self.root or not weights):
+            if found is None and folder.exists() and (layer == self.root or not weights or (folder / "weights.safetensors").exists()):
                 try:
                     found = read_record(folder, ("curves.parquet", "weights.safetensors")[: 1 + weights])
                 except NewerRecord:

@@ -304,18 +304,19 @@ def publish(
     store: Store,
     specs: Sequence[Any],  # all of them finished in this store
 ) -> tuple[int, int]:  # number of records added and removed
-    "Copy records, without weights, to the published layer; a run that isn't finished is a `RecordError`, and then nothing is copied."
+    "Copy records to the published layer, with weights if their spec has a true `publishes_weights`; a run that isn't finished is a `RecordError`, and then nothing is copied."
     records = {key_of(s): store.find(key_of(s)) for s in specs}
     if missing := [label_of(s) for s in specs if records[key_of(s)] is None]:
         raise RecordError(f"{len(missing)} of {len(specs)} runs are not finished, the first: {missing[0]}; reproduce the page first")
     asked = {digest(r.facts["spec"]) for r in records.values()}
+    with_weights = {key_of(s) for s in specs if getattr(s, "publishes_weights", False)}
     old = {p.name: r.facts for p in store.published.glob("[!.]*") if (r := sound_record(p))}
     new = [r for r in records.values() if r.folder.parent != store.published and old.get(r.key, {}).get("digest") != r.facts["digest"]]
     superseded = [store.published / key for key, facts in old.items() if key not in records and digest(facts["spec"]) in asked]
     for record in new:
         draft, before = (store.published / f".{what}-{record.key}" for what in ("new", "old"))
         shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(record.folder, draft, ignore=shutil.ignore_patterns("weights.safetensors"))
+        shutil.copytree(record.folder, draft, ignore=None if record.key in with_weights else shutil.ignore_patterns("weights.safetensors"))
         if (target := store.published / record.key).exists():
             shutil.rmtree(before, ignore_errors=True)
             os.rename(target, before)
