@@ -4,26 +4,21 @@
 
 # %% auto #0
 __all__ = ['SGD_LRS', 'ADAMW_LRS', 'PLAIN', 'FULL', 'TOY_SCALES', 'MAIN', 'ToyScale', 'toy_pretraining', 'toy_labels',
-           'Comparison', 'comparisons', 'from_snapshots', 'widest_gap', 'stack_from', 'Portrait', 'portrait',
-           'planned_runs', 'end_scores', 'chosen_lr', 'at_chosen']
+           'Comparison', 'comparisons', 'from_snapshots', 'portrait', 'planned_runs', 'end_scores', 'chosen_lr',
+           'at_chosen']
 
-# %% ../nbs/05_toy.ipynb #6c2ac492
+# %% ../nbs/05_toy.ipynb #8050755e
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
-import torch
-from torch import Tensor
+from .portrait import Portrait
 
-from .attention import locality
-from .code import untraced
-from .keys import Trained, key_of
-from .params import Profile, check_fields
-from .runs import Run
-from .toymodel import ToyModel, ToyStack
-from .toytraining import Start, ToyRun, toy_weights
+from .params import Profile
+from .toymodel import ToyModel
+from .toytraining import Start, ToyRun
 from .train import Budget
-from .trajectories import Trajectories, seed_data
+from .trajectories import Trajectories
 
 # %% ../nbs/05_toy.ipynb #2f0b67dd
 SGD_LRS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
@@ -129,81 +124,6 @@ def from_snapshots(
     scale, end = TOY_SCALES[profile], comparisons(profile)[MAIN].SPT
     source = end.init.source
     return {step: toy_labels(scale, Start(source, step)) for step in scale.snapshots} | {source.steps: end}
-
-# %% ../nbs/05_toy.ipynb #3ef972d1
-def widest_gap(
-    scratch: pd.DataFrame,  # curves
-    finetuned: pd.DataFrame,  # curves
-) -> float:  # a learning rate
-    "Where finetuning ends furthest below scratch in training loss, averaged over seeds (paper: section 4.1); where a model diverged doesn't count."
-    ends = [c[c.step == c.step.max()].groupby("lr").loss.agg(lambda loss: loss.mean(skipna=False)) for c in (scratch, finetuned)]
-    return float((ends[0] - ends[1]).idxmax())
-
-
-def stack_from(
-    spec: ToyRun,
-    weights: dict[str, Tensor],  # from `toy_weights`, of all its seeds or some
-) -> ToyStack:
-    "The models of a run with given weights."
-    stack = ToyStack(spec.model, spec.data.length, spec.seeds[: len(weights["query"])], spec.purpose)
-    stack.load_state_dict(weights)
-    return stack.requires_grad_(False)
-
-
-@dataclass(frozen=True)
-class Portrait:
-    "The attention of toy models at each stage of training; no training of its own."
-
-    scratch: ToyRun
-    finetuning: ToyRun
-    publishes_weights: ClassVar[bool] = True  # of the first seed, for the figures
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.finetuning.init or self.finetuning.init.source.snapshots[:1] != (0,):
-            raise ValueError("finetuning is not allowed: expected a run after a pretraining whose first snapshot is 0")
-
-    def stages(self, run: Run) -> tuple[float, dict[tuple[str, int], ToyStack]]:
-        "The learning rate on labels, and the models by stage and step of pretraining."
-        source = self.finetuning.init.source
-        curves = [run.store.find(key_of(spec)).curves for spec in (self.scratch, self.finetuning)]
-        lr, given = widest_gap(*curves), run.weights(source)
-        steps = {step: toy_weights(given, source.lrs[0], step) for step in source.snapshots} | {source.steps: toy_weights(given, source.lrs[0])}
-        found = {("pretraining", step): stack_from(source, weights) for step, weights in steps.items()}
-        for name, spec in (("finetuned", self.finetuning), ("scratch", self.scratch)):
-            found[name, source.steps if spec.init else 0] = stack_from(spec, toy_weights(run.weights(spec), lr))
-        return lr, found
-
-    def train(self, run: Run) -> Trained:
-        "Measure all models, and keep the first one of each stack."
-        lr, found = self.stages(run)
-        seeds = self.scratch.seeds
-        x = torch.stack([seed_data(self.scratch.data, seed).val[:20] for seed in seeds])
-        kept: dict[str, Tensor] = {}
-        for (stage, step), stack in found.items():
-            kept |= {f"{stage}/{step}/{k}": v[:1].clone() for k, v in stack.state_dict().items()}
-            spread = {f"{name}_std": getattr(stack, name).std((1, 2)) for name in ("query", "key")}
-            for shown, values in {"sequences": x, "positions only": torch.zeros_like(x[:, :1])}.items():
-                _, weights, scores = stack.attend(stack.embedded(values))
-                measures = {k: v.mean(1) for k, v in locality(weights, scores).items()} | spread
-                rows = [{k: v[m].item() for k, v in measures.items()} for m in range(len(seeds))]
-                run.rows += [{"stage": stage, "step": step, "input": shown, "seed": seed, "lr": lr, **row} for seed, row in zip(seeds, rows, strict=True)]
-        return Trained(kept, 0, 0, "measured")
-
-    @untraced
-    def label(self) -> str:
-        "What to call it, for people."
-        return f"look into {self.finetuning.label()}"
-
-    @untraced
-    def flops(self) -> int:
-        "Next to nothing."
-        return 0
-
-    @untraced
-    def n_parameters(self) -> int:
-        "Number of weights that are kept."
-        return (self.finetuning.init.source.n_parameters() + 2 * self.finetuning.n_parameters() // len(self.finetuning.lrs)) // len(self.scratch.seeds)
 
 # %% ../nbs/05_toy.ipynb #72d970fe
 def portrait(
