@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import pandas as pd
-from .portrait import Portrait
 
 from .params import Profile
+from .portrait import Portrait
 from .toymodel import ToyModel
 from .toytraining import Start, ToyRun
 from .train import Budget
