@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from .attention import locality
+from .attention import locality, mean_by_offset
 from .code import untraced
 from .keys import Trained, key_of
 from .params import check_fields
@@ -48,7 +48,7 @@ class Portrait:
 
     scratch: ToyRun
     finetuning: ToyRun
-    publishes_weights: ClassVar[bool] = True  # of the first seed, for the figures
+    publishes_weights: ClassVar[bool] = True  # for the figures
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -67,17 +67,21 @@ class Portrait:
         return lr, found
 
     def train(self, run: Run) -> Trained:
-        "Measure all models, and keep the first one of each stack."
+        "Measure all models; keep the first one of each stack, and of all of them the mean attention by offset, positions only."
         lr, found = self.stages(run)
         seeds = self.scratch.seeds
         x = torch.stack([seed_data(self.scratch.data, seed).val[:20] for seed in seeds])
         kept: dict[str, Tensor] = {}
         for (stage, step), stack in found.items():
             kept |= {f"{stage}/{step}/{k}": v[:1].clone() for k, v in stack.state_dict().items()}
-            spread = {f"{name}_std": getattr(stack, name).std((1, 2)) for name in ("query", "key")}
+            own = {f"{name}_std": getattr(stack, name).std((1, 2)) for name in ("query", "key")}
             for shown, values in {"sequences": x, "positions only": torch.zeros_like(x[:, :1])}.items():
                 _, weights, scores = stack.attend(stack.embedded(values))
-                measures = {k: v.mean(1) for k, v in locality(weights, scores).items()} | spread
+                if shown == "positions only":
+                    kept[f"by offset/{stage}/{step}"] = mean_by_offset(weights[:, 0])
+                measures = {k: v.mean(1) for k, v in locality(weights, scores).items()} | own
+                centred = scores - scores.mean(-1, keepdim=True)
+                measures["score_range"] = (centred.amax((-2, -1)) - centred.amin((-2, -1))).mean(1)
                 rows = [{k: v[m].item() for k, v in measures.items()} for m in range(len(seeds))]
                 run.rows += [{"stage": stage, "step": step, "input": shown, "seed": seed, "lr": lr, **row} for seed, row in zip(seeds, rows, strict=True)]
         return Trained(kept, 0, 0, "measured")

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from spt_nbdev.portrait import Portrait
 from torch.nn import functional as F
 
 from spt_nbdev.attention import locality
 from spt_nbdev.keys import key_of
 from spt_nbdev.plan import page_runs, plan_runs, with_sources
+from spt_nbdev.portrait import Portrait
 from spt_nbdev.records import Store
 from spt_nbdev.runs import publish, run_spec
 from spt_nbdev.toy import Comparison, at_chosen, comparisons, end_scores, from_snapshots, planned_runs
@@ -207,6 +207,21 @@ def test_labels_start_at_the_pretrained_encoder_and_a_head_of_their_own(tmp_path
             assert torch.equal(start["head"], ToyStack(NARROW, 16, (0, 1), "labels").head) and not torch.equal(start["head"], source["head"])
 
 
+@pytest.mark.parametrize("groups", [("QK",), ("VO", "embed"), ("embed",)])
+def test_only_the_parts_that_are_named_are_copied(groups: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, begun = Store(tmp_path), []
+    begin = ToyTraining.begin
+    monkeypatch.setattr(ToyTraining, "begin", lambda self: (begin(self), begun.append({k: v.clone() for k, v in self.stack.state_dict().items()}))[0])
+    source = toy_weights(run_spec(pretraining(), store).weights(), 1e-2)
+    begun.clear()
+    run_spec(labels(lrs=(0.1,), init=Start(pretraining(), groups=groups)), store)
+    fresh = ToyStack(NARROW, 16, (0, 1), "labels").state_dict()
+    copied = {"QK": {"query", "key"}, "VO": {"value", "out"}, "embed": {"embed"}}
+    expected = set().union(*(copied[g] for g in groups))
+    assert {k for k, v in begun[0].items() if not torch.equal(v, fresh[k])} == expected
+    assert all(torch.equal(begun[0][k], source[k]) for k in expected)
+
+
 def test_one_model_that_diverges_does_no_harm_to_another(tmp_path: Path) -> None:
     wild, calm = (run_spec(labels(lrs=lrs), Store(tmp_path)) for lrs in ((1e-1, 99.0), (1e-1,)))
     assert wild.facts["outcome"].endswith("of 4 models diverged") and calm.facts["outcome"] == "learned"
@@ -301,8 +316,9 @@ def test_a_portrait_is_published_with_its_weights(tmp_path: Path) -> None:
     reader = Store(tmp_path / "none", tmp_path / "results")
     own = reader.find(key_of(portrait), weights=True)
     assert own and reader.find(key_of(start.source), weights=True) is None and reader.find(key_of(start.source))
-    assert {name.rpartition("/")[0] for name in own.weights()} == {"pretraining/0", "pretraining/4", "pretraining/9", "finetuned/9", "scratch/0"}
-    assert all(len(w) == 1 for w in own.weights().values())
+    stages = {"pretraining/0", "pretraining/4", "pretraining/9", "finetuned/9", "scratch/0"}
+    assert {name.rpartition("/")[0] for name in own.weights()} == stages | {"by offset/pretraining", "by offset/finetuned", "by offset/scratch"}
+    assert all(len(w) == (2 if name.startswith("by offset") else 1) for name, w in own.weights().items())
     assert set(own.curves.seed) == {0, 1} and set(own.curves.input) == {"sequences", "positions only"}
 
 
