@@ -91,7 +91,7 @@ def comparisons(
 ) -> dict[str, Comparison]:  # by what is changed, the main one first
     "The choices that the finding is judged on."
     scale = TOY_SCALES[profile]
-    data, residual = scale.data, ToyModel(residual=True)
+    data = scale.data
     main = Start(toy_pretraining(scale, snapshots=scale.snapshots))
 
     def compare(start: Start = main, **how: Any) -> Comparison:
@@ -113,7 +113,6 @@ def comparisons(
         "noise 0.2": with_data(noise=0.2),
         "mask ratio 0.25": compare(Start(toy_pretraining(scale, mask_ratio=0.25))),
         "mask ratio 0.75": compare(Start(toy_pretraining(scale, mask_ratio=0.75))),
-        "with a residual": compare(Start(toy_pretraining(scale, model=residual)), model=residual),
     }
 
 # %% ../nbs/05_toy.ipynb #63c2b195

@@ -34,6 +34,7 @@ def toy_variants(
         "learned positions": compare(positions="learned"),
         "ALiBi": compare(positions="alibi"),
         "no positions": compare(positions="none"),
+        "residual": compare(residual=True),
         "CLS": Comparison(toy_labels(scale, model=cls), toy_labels(scale, main.SPT.init, model=cls)),
     }
 
