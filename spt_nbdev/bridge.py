@@ -56,7 +56,7 @@ def picture_probes(
                     tuple(RunSpec(task, config, objective, Budget(e, 32, eval_every=e), Optimiser(1e-3, warmup_steps=100), seed=seed) for e in scale.epochs)
                     for objective in (Classification(), Reconstruction())
                 ]
-                found[name, start, seed] = Probe(*runs, n_batches=scale.n_batches)
+                found[name, start, seed] = Probe(*runs, side=round(task.shape().length ** 0.5), n_batches=scale.n_batches)
     return found
 
 
@@ -67,7 +67,7 @@ def toy_probes(
     scale, found = TOY_SCALES[profile], {}
     for start, pair in {"apart": comparisons(profile)[MAIN], "tied": toy_variants(profile)["tied start"]}.items():
         labels = toy_labels(scale, model=pair.scratch.model)
-        found[start] = ToyProbe(replace(labels, lrs=labels.lrs[-1:], snapshots=(0, labels.steps // 4)), pair.SPT.init.source)
+        found[start] = ToyProbe(replace(labels, lrs=(0.4,), snapshots=(0, labels.steps // 4)), pair.SPT.init.source)
     return found
 
 

@@ -91,6 +91,7 @@ class Probe:
 
     scratch: tuple[RunSpec, ...]  # on labels, from few epochs to many
     pretraining: tuple[RunSpec, ...]
+    side: int = 0  # of the pictures whose rows are the sequences; 0 if they are no pictures
     n_batches: int = 32  # of training sequences, even
     batch_size: int = 32
 
@@ -98,10 +99,15 @@ class Probe:
         check_fields(self)
         check_whole("n_batches", self.n_batches, 4)
         check_whole("batch_size", self.batch_size, 1)
+        check_whole("side", self.side, 0)
         for name, kind in (("scratch", Classification), ("pretraining", Reconstruction)):
             for run in getattr(self, name):
-                if not isinstance(run.objective, kind) or run.init or run.model.n_layers != 1 or run.model.positions not in ("sinusoidal", "learned", "none"):
+                m = run.model
+                biased = m.causal or m.padding_mask or m.window or m.pool == "cls" or m.positions not in ("sinusoidal", "learned", "none")
+                if not isinstance(run.objective, kind) or run.init or m.n_layers != 1 or biased:
                     raise ValueError(f"{name} holds {run.label()}: expected {kind.__name__} from a random start, one layer, and no bias of the scores")
+                if self.side and self.side**2 != run.task.shape().length:
+                    raise ValueError(f"side = {self.side} is not allowed: expected the root of the length {run.task.shape().length}, or 0")
         if not self.scratch or not self.pretraining or self.n_batches % 2:
             raise ValueError("expected at least one run of each kind, and an even n_batches")
 
@@ -127,8 +133,7 @@ class Probe:
         task = spec.task.load()
         order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(stream(spec.seed, "sequences of the probe")))
         batches = [task.train.rows(i) for i in order[: self.n_batches * self.batch_size].split(self.batch_size)]
-        length, side = task.length, round(task.length**0.5)
-        direction = proximity(length, side if side * side == length else 0)
+        length, direction = task.length, proximity(task.length, self.side)
         for how, epochs, model, objective in self.models(run):
             losses = batch_losses(model, objective, task, batches, stream(spec.seed, "masks of the probe"))
             measured = read_gradients(score_gradients(losses, (spec.model.n_heads, length, length)), direction)
@@ -168,6 +173,12 @@ class ToyProbe:
             run = getattr(self, name)
             if len(run.lrs) != 1 or run.snapshots[:1] != (0,) or (run.mask_ratio is None) != (name == "scratch") or run.init:
                 raise ValueError(f"{name} = {run.label()} is not allowed: expected one learning rate, a first snapshot at step 0, and a random start")
+            if run.model.positions == "alibi" or run.model.pool == "cls":
+                raise ValueError(f"{name} = {run.label()} is not allowed: expected a model without ALiBi and CLS")
+        if self.pretraining.seeds != self.scratch.seeds or self.pretraining.model != self.scratch.model:
+            raise ValueError("pretraining is not allowed: expected the seeds and the model of scratch")
+        if self.scratch.data.n_val + self.scratch.data.n_test < 4 * self.batch_size:
+            raise ValueError(f"batch_size = {self.batch_size} is not allowed: expected at most a quarter of the validation and test sequences")
 
     def models(self, run: Run) -> Iterator[tuple[str, int, ToyStack]]:
         "What to look at: how it was trained, for how many steps, and the models."
@@ -199,7 +210,7 @@ class ToyProbe:
 
         n = x.shape[1] // (2 * self.batch_size) * 2 * self.batch_size
         for part, labels in zip(x[:, :n].split(self.batch_size, 1), y[:, :n].split(self.batch_size, 1), strict=True):
-            mask = torch.rand(part.shape[:3], generator=generator) < (self.pretraining.mask_ratio or 0)
+            mask = torch.rand(part.shape[:3], generator=generator) < self.pretraining.mask_ratio
             yield lambda added, part=part, labels=labels, mask=mask: loss(added, part, labels, mask)
 
     def train(self, run: Run) -> Trained:

@@ -311,7 +311,8 @@ def publish(
     asked = {digest(r.facts["spec"]) for r in records.values()}
     with_weights = {key_of(s) for s in specs if getattr(s, "publishes_weights", False)}
     old = {p.name: r.facts for p in store.published.glob("[!.]*") if (r := sound_record(p))}
-    new = [r for r in records.values() if r.folder.parent != store.published and old.get(r.key, {}).get("digest") != r.facts["digest"]]
+    bare = {key for key in with_weights if not (store.published / key / "weights.safetensors").exists()}
+    new = [r for r in records.values() if r.folder.parent != store.published and (r.key in bare or old.get(r.key, {}).get("digest") != r.facts["digest"])]
     superseded = [store.published / key for key, facts in old.items() if key not in records and digest(facts["spec"]) in asked]
     for record in new:
         draft, before = (store.published / f".{what}-{record.key}" for what in ("new", "old"))

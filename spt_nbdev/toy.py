@@ -35,7 +35,7 @@ class ToyScale:
     finetune: int  # epochs
     longer: int  # epochs on labels, for the figure of another budget
     snapshots: tuple[int, ...]  # optimiser steps of pretraining
-    every: int  # takes each so-manieth learning rate
+    every: int  # takes every n-th learning rate
 
 
 PLAIN = ToyModel()

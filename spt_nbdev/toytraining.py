@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .code import untraced
-from .keys import Trained
+from .keys import Trained, best_device
 from .params import check_fields, check_number, check_whole
 from .runs import Run
 from .toymodel import ToyModel, ToyStack, draw_weights, label_losses, masked_losses
@@ -154,8 +154,9 @@ class ToyRun:
     def practice(self) -> tuple[Callable[[], Any], float]:
         "A training step on random numbers, and its floating point operations; to measure how fast a machine is."
         n, seeds = self.budget.batch_size, self.seeds
-        stack, x = ToyStack(self.model, self.data.length, seeds, self.purpose), torch.randn(len(seeds), n, self.data.length, 2)
-        mask, y = torch.rand(x.shape[:3]) < (self.mask_ratio or 0), torch.zeros(x.shape[:2], dtype=torch.int64)
+        device = best_device()
+        stack, x = ToyStack(self.model, self.data.length, seeds, self.purpose).to(device), torch.randn(len(seeds), n, self.data.length, 2, device=device)
+        mask, y = torch.rand(x.shape[:3], device=device) < (self.mask_ratio or 0), torch.zeros(x.shape[:2], dtype=torch.int64, device=device)
         step = (lambda: label_losses(stack, x, y)) if self.mask_ratio is None else lambda: masked_losses(stack, x, mask)
         return lambda: step().sum().backward(), 3 * self.forward_flops() * n * len(seeds)
 
