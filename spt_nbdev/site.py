@@ -114,7 +114,8 @@ FOLD_HEAD = re.compile(r'<div class="callout-header[^"]*"(?=[^>]*data-bs-toggle=
 
 
 def make_accessible(html: str) -> str:
-    "Let the keyboard open folded boxes."
+    "Let the keyboard open folded boxes and scroll tables."
+    html = html.replace('<div class="sd-table">', '<div class="sd-table" tabindex="0">')
     return FOLD_HEAD.sub(
         lambda m: f"""{m[0]} role="button" tabindex="0" onkeydown="if ([' ', 'Enter'].includes(event.key)) {{ event.preventDefault(); this.click() }}\"""", html
     )

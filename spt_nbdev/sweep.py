@@ -189,7 +189,7 @@ def one_round(
         key = key_of(spec)
         before = [futures[key_of(s)] for s in sources(spec) if key_of(s) in futures]
         futures[key] = client.submit(on_worker, to_json(spec), key, folders, checkpoint_every, *before, key=("run", key, time.time_ns()), pure=False)
-    alone_since = time.monotonic()
+    looks_alone = 0  # in a row; a clock would jump when the machine was suspended
     while futures:
         try:
             wait(list(futures.values()), timeout=5)
@@ -197,10 +197,9 @@ def one_round(
         except CancelledError:
             break
         except TimeoutError:
-            if client.scheduler_info()["workers"]:
-                alone_since = time.monotonic()
+            looks_alone = 0 if client.scheduler_info()["workers"] else looks_alone + 1
             # Workers of another cluster may be waiting in a queue; ours have died, and were not replaced.
-            elif type(client.cluster) is SpecCluster and time.monotonic() - alone_since > 120:
+            if looks_alone > 24 and type(client.cluster) is SpecCluster:
                 raise SweepError(f"all worker processes on this machine died; what was finished is stored in {store.root}") from None
     failed: dict[str, str] = {}
     for spec in specs:
