@@ -90,13 +90,3 @@ class Portrait:
     def label(self) -> str:
         "What to call it, for people."
         return f"look into {self.finetuning.label()}"
-
-    @untraced
-    def flops(self) -> int:
-        "Next to nothing."
-        return 0
-
-    @untraced
-    def n_parameters(self) -> int:
-        "Number of weights that are kept."
-        return (self.finetuning.init.source.n_parameters() + 2 * self.finetuning.n_parameters() // len(self.finetuning.lrs)) // len(self.scratch.seeds)

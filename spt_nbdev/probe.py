@@ -24,7 +24,7 @@ from .theory import double_centred
 from .toymodel import ToyStack, label_losses
 from .toytraining import ToyRun, toy_weights
 from .train import RunSpec, stream
-from .trajectories import stacked_data
+from .trajectories import SeedData, stacked_data
 
 # %% ../nbs/06_probe.ipynb #14862fc1
 def score_gradients(
@@ -87,7 +87,7 @@ def batch_losses(
 # %% ../nbs/06_probe.ipynb #161fddc8
 @dataclass(frozen=True)
 class Probe:
-    "Gradients with respect to attention scores, in models with one layer, before and during training."
+    "Gradients with respect to attention scores, in models with one layer, before and during training; what doesn't fit is a `ValueError`."
 
     scratch: tuple[RunSpec, ...]  # on labels, from few epochs to many
     pretraining: tuple[RunSpec, ...]
@@ -111,21 +111,22 @@ class Probe:
         if not self.scratch or not self.pretraining or self.n_batches % 2:
             raise ValueError("expected at least one run of each kind, and an even n_batches")
 
+    def untrained(self, spec: RunSpec) -> nn.Module:
+        "The model that a run starts with."
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream(spec.seed, f"weights for {type(spec.objective).__name__}"))
+            return spec.objective.build(spec.model, spec.task.shape())
+
     def models(self, run: Run) -> Iterator[tuple[str, int, nn.Module, Classification | Reconstruction]]:
         "What to look at: how it was trained, for how many epochs, the model, and the objective that is asked."
         for how, specs in (("labels", self.scratch), ("SPT", self.pretraining)):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(stream(specs[0].seed, f"weights for {type(specs[0].objective).__name__}"))
-                yield how, 0, specs[0].objective.build(specs[0].model, specs[0].task.shape()), specs[0].objective
+            yield how, 0, self.untrained(specs[0]), specs[0].objective
             for spec in specs:
                 yield how, spec.budget.epochs, spec.rebuild(run.weights(spec)), spec.objective
         for spec in self.pretraining:
-            first = self.scratch[0]
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(stream(first.seed, f"weights for {type(first.objective).__name__}"))
-                model = first.objective.build(first.model, first.task.shape())
+            model = self.untrained(self.scratch[0])
             transfer(run.weights(spec), model, flag=not spec.task.shape().vocabulary)
-            yield "SPT, then labels", spec.budget.epochs, model, first.objective
+            yield "SPT, then labels", spec.budget.epochs, model, self.scratch[0].objective
 
     def train(self, run: Run) -> Trained:
         "Measure all models, on the same sequences."
@@ -147,20 +148,10 @@ class Probe:
         "What to call it, for people."
         return f"gradients of {self.scratch[0].label()}" + " tied" * self.scratch[0].model.tied_qkvo_init
 
-    @untraced
-    def flops(self) -> int:
-        "Next to nothing."
-        return 0
-
-    @untraced
-    def n_parameters(self) -> int:
-        "Nothing is kept."
-        return 0
-
 # %% ../nbs/06_probe.ipynb #0fd01fc3
 @dataclass(frozen=True)
 class ToyProbe:
-    "Gradients with respect to attention scores, in toy models, before and during training."
+    "Gradients with respect to attention scores, in toy models, before and during training; what doesn't fit is a `ValueError`."
 
     scratch: ToyRun  # with one learning rate, and snapshots from step 0 on
     pretraining: ToyRun  # the same, of the same seeds
@@ -194,9 +185,8 @@ class ToyProbe:
                     fresh.load_state_dict(fresh.state_dict() | encoder)
                     yield "SPT, then labels", spec.steps if step is None else step, fresh
 
-    def losses(self, how: str, stack: ToyStack) -> Iterator[Callable[[Tensor], Tensor]]:
+    def losses(self, how: str, stack: ToyStack, data: SeedData) -> Iterator[Callable[[Tensor], Tensor]]:
         "The sum of the models' losses on each batch, as a function of what is added to all scores (models, length, length)."
-        data = stacked_data(self.scratch.data, self.scratch.seeds)
         generator = torch.Generator().manual_seed(stream(0, "masks of the toy probe"))
         x, y = torch.cat([data.val, data.test], 1), torch.cat([data.val_labels, data.test_labels], 1)
 
@@ -216,8 +206,9 @@ class ToyProbe:
     def train(self, run: Run) -> Trained:
         "Measure all models, on the same sequences."
         seeds, length = self.scratch.seeds, self.scratch.data.length
+        data = stacked_data(self.scratch.data, seeds)
         for how, step, stack in self.models(run):
-            measured = read_gradients(score_gradients(self.losses(how, stack), (len(seeds), length, length)), proximity(length))
+            measured = read_gradients(score_gradients(self.losses(how, stack, data), (len(seeds), length, length)), proximity(length))
             for m, seed in enumerate(seeds):
                 run.rows.append({"trained": how, "step": step, "seed": seed, **{name: values[m].item() for name, values in measured.items()}})
         return Trained({}, 0, 0, "measured")
@@ -226,13 +217,3 @@ class ToyProbe:
     def label(self) -> str:
         "What to call it, for people."
         return f"gradients of {self.pretraining.label()}"
-
-    @untraced
-    def flops(self) -> int:
-        "Next to nothing."
-        return 0
-
-    @untraced
-    def n_parameters(self) -> int:
-        "Nothing is kept."
-        return 0

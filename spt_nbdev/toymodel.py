@@ -23,7 +23,7 @@ from .train import stream
 # %% ../nbs/04_toymodel.ipynb #2569e37d
 @dataclass(frozen=True)
 class ToyModel:
-    "The model of the paper's section 4, and ways in which it could be another."
+    "The model of the paper's section 4, and ways in which it could be another; what doesn't go together is a `ValueError`."
 
     d_model: int = 32  # width, even
     positions: Literal["sinusoidal", "learned", "alibi", "none"] = "sinusoidal"  # others than sinusoidal are ours

@@ -34,7 +34,7 @@ TOY_GROUPS: dict[ToyGroup, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Start:
-    "Where an encoder starts: at a pretrained one, after its last step or an earlier one; what isn't copied starts at random."
+    "Where an encoder starts: at a pretrained one, after its last step or an earlier one; what isn't copied starts at random. A source that has no such weights is a `ValueError`."
 
     source: "ToyRun"  # with one learning rate, and the same seeds
     step: int | None = None  # one of its snapshots; None is the end
@@ -50,7 +50,7 @@ class Start:
 
 @dataclass(frozen=True)
 class ToyRun:
-    "Pretraining, or learning from labels, of several seeds at several learning rates."
+    "Pretraining, or learning from labels, of several seeds at several learning rates; what doesn't fit is a `ValueError`."
 
     data: Trajectories
     model: ToyModel

@@ -24,7 +24,7 @@ ANCHORS = (((0.66, 0.55), (-0.495, -0.605)), ((0.605, -0.55), (-0.55, 0.605)))  
 # %% ../nbs/01_trajectories.ipynb #0bca43c7
 @dataclass(frozen=True)
 class Trajectories:
-    "The toy task's data: all its constants (paper: section 4 and appendix C.1; formula, noise and turns are ours)."
+    "The toy task's data: all its constants (paper: section 4 and appendix C.1; formula, noise and turns are ours); a value out of range is a `ValueError`."
 
     n_train: int = 100
     n_val: int = 200

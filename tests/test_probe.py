@@ -14,7 +14,7 @@ from spt_nbdev.theory import double_centred
 from spt_nbdev.toymodel import ToyModel, ToyStack
 from spt_nbdev.toytraining import ToyRun
 from spt_nbdev.train import Budget
-from spt_nbdev.trajectories import Trajectories
+from spt_nbdev.trajectories import Trajectories, stacked_data
 
 DATA = Trajectories(n_train=20, n_val=100, n_test=100, n_unlabelled=60, length=16)
 
@@ -95,7 +95,7 @@ def test_near_uniform_attention_labels_see_column_sums_only() -> None:
         stack = untrained(probe, "labels")
         with torch.no_grad():
             stack.query.mul_(1e-3)
-        labels = read_gradients(score_gradients(probe.losses("labels", stack), (3, 16, 16)), proximity(16))
+        labels = read_gradients(score_gradients(probe.losses("labels", stack, stacked_data(DATA, (0, 1, 2))), (3, 16, 16)), proximity(16))
         assert labels["blind_share"].abs().max() < 1e-3
 
 
@@ -109,13 +109,13 @@ def test_reconstruction_sees_where_labels_are_blind() -> None:
         stack.embed[:, 0, 0] = stack.embed[:, 1, 1] = 1
         stack.value[:] = stack.out[:] = torch.eye(16)
         stack.head[:, 0, 0] = stack.head[:, 1, 1] = 1
-    found = read_gradients(score_gradients(probe.losses("SPT", stack), (3, 16, 16)), proximity(16))
+    found = read_gradients(score_gradients(probe.losses("SPT", stack, stacked_data(DATA, (0, 1, 2))), (3, 16, 16)), proximity(16))
     assert (found["pull"] > 0).all() and (found["signal_to_noise"] > 1).all() and (found["blind_share"] > 0.5).all()
 
 
 def test_stacked_toy_models_have_gradients_of_their_own() -> None:
     probe = toy_probe()
-    whole = score_gradients(probe.losses("labels", untrained(probe, "labels")), (3, 16, 16))
+    whole = score_gradients(probe.losses("labels", untrained(probe, "labels"), stacked_data(DATA, (0, 1, 2))), (3, 16, 16))
     one = ToyProbe(replace(probe.scratch, seeds=(1,)), replace(probe.pretraining, seeds=(1,)), batch_size=25)
-    alone = score_gradients(one.losses("labels", ToyStack(one.scratch.model, DATA.length, (1,), "labels")), (1, 16, 16))
+    alone = score_gradients(one.losses("labels", ToyStack(one.scratch.model, DATA.length, (1,), "labels"), stacked_data(DATA, (1,))), (1, 16, 16))
     torch.testing.assert_close(alone[:, 0], whole[:, 1], atol=1e-7, rtol=1e-3)
