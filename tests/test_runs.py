@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,18 +15,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import dask
 import deadly
 import killed
 import pytest
 import tiny
 import torch
+from dask.utils import parse_timedelta
+from distributed import Client, Status
 
 from spt_nbdev import code
 from spt_nbdev.keys import key_of
 from spt_nbdev.records import Record, RecordError, Store
 from spt_nbdev.runs import publish, run_spec, verify
 from spt_nbdev.spt import Reconstruction
-from spt_nbdev.sweep import MEMORY, SweepError, local_client, sweep, to_do
+from spt_nbdev.sweep import MEMORY, SweepError, local_client, sweep, to_do, without_workers
 from spt_nbdev.train import Optimiser, Training
 from spt_nbdev.watch import events
 
@@ -382,14 +386,53 @@ def test_a_run_does_not_depend_on_its_caller(tmp_path: Path, reference: dict[str
     assert bits(record) == bits(reference[record.key])
 
 
+@contextmanager
+def killing(client: Client, folder: Path) -> Iterator[None]:
+    """Kill the worker process each time that it waits for it, as the plugin makes it do."""
+    nanny, done = client.cluster.workers[0], threading.Event()
+
+    def kill() -> None:
+        while not done.wait(0.05):
+            # One that dies while it starts up, Dask might not replace.
+            if (process := nanny.process) and process.status is Status.running and (waits := folder / str(process.pid)).exists():
+                waits.unlink()
+                os.kill(process.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_a_run_whose_workers_keep_dying_is_tried_again_while_it_gets_further(tmp_path: Path) -> None:
     """Each worker is killed at its next checkpoint, more often than Dask allows for one task."""
     spec, store = tiny.scratch(2, task=tiny.Waves(n=20)), Store(tmp_path / "cluster")
-    with local_client(1) as client:
-        client.register_plugin(deadly.DieAtCheckpoint())
+    with local_client(1) as client, killing(client, tmp_path):
+        client.register_plugin(deadly.WaitAtCheckpoint(tmp_path))
         record = sweep([spec], client, store, checkpoint_every=0)[0]
     assert sum(e["event"] == "resumes" for e in events(store)) > 4
     assert bits(record) == bits(run_spec(spec, Store(tmp_path / "serial")))
+
+
+def test_a_sweep_ends_when_no_worker_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spt_nbdev.sweep.LOOK", 0.1)
+    with local_client(1) as client:
+        client.register_plugin(deadly.WaitAtCheckpoint(tmp_path))
+        client.cluster.sync(client.cluster.workers[0].close)
+        assert without_workers(client)
+        with pytest.raises(SweepError, match="all worker processes on this machine died; what was finished is stored in "):
+            sweep([tiny.scratch(2)], client, Store(tmp_path), checkpoint_every=0)
+
+
+def test_a_worker_that_starts_slowly_keeps_its_place() -> None:
+    """Dask's own limit, 15 seconds, is less than what a loaded machine needs to start a worker."""
+    with local_client(1) as client:
+        assert not without_workers(client)
+        assert parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout")) > 1e6
+    assert parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout")) < 1e6
 
 
 def test_published_records_are_replaced_by_those_of_newer_code(tmp_path: Path) -> None:
