@@ -4,24 +4,26 @@
 
 # %% auto #0
 __all__ = ['SGD_LRS', 'ADAMW_LRS', 'PLAIN', 'FULL', 'TOY_SCALES', 'MAIN', 'SECOND', 'PARTS', 'ToyScale', 'toy_pretraining',
-           'toy_labels', 'Comparison', 'comparisons', 'from_snapshots', 'from_parts', 'portraits', 'planned_runs',
-           'end_scores', 'chosen_lr', 'at_chosen']
+           'toy_labels', 'Comparison', 'comparisons', 'from_snapshots', 'from_parts', 'from_size', 'portraits',
+           'planned_runs', 'end_scores', 'at_chosen', 'gain_row']
 
-# %% ../nbs/05_toy.ipynb #8050755e
+# %% ../nbs/05_toy.ipynb #6c2ac492
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
+from .paper import Gain, paired_gain
 from .params import Profile
-from .portrait import Portrait
+from .portrait import Portrait, best_lr
 from .toymodel import ToyModel
 from .toytraining import Start, ToyGroup, ToyRun
 from .train import Budget
 from .trajectories import Trajectories
 
-# %% ../nbs/05_toy.ipynb #2f0b67dd
-SGD_LRS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+# %% ../nbs/05_toy.ipynb #8dd21497
+SGD_LRS = (0.06, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2)
 ADAMW_LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
@@ -135,6 +137,14 @@ def from_parts(
     scale, end = TOY_SCALES[profile], comparisons(profile)[MAIN].SPT
     return {groups: toy_labels(scale, replace(end.init, groups=groups)) for groups in PARTS} | {("encoder",): end}
 
+
+def from_size(
+    profile: Profile,
+) -> dict[tuple[ToyGroup, ...], ToyRun]:  # by what is scaled
+    "Learning from labels after scaling the random matrices to the size of the pretrained ones: a control for `from_parts`."
+    scale, init = TOY_SCALES[profile], comparisons(profile)[MAIN].SPT.init
+    return {groups: toy_labels(scale, replace(init, groups=groups, take="size")) for groups in (("QK",), ("VO",), ("encoder",))}
+
 # %% ../nbs/05_toy.ipynb #24bc91fe
 def portraits(
     profile: Profile,
@@ -149,7 +159,7 @@ def planned_runs(
 ) -> list[ToyRun | Portrait]:
     "The runs that this page makes."
     compared = [run for pair in comparisons(profile).values() for run in pair]
-    return [*compared, *from_snapshots(profile).values(), *from_parts(profile).values(), *portraits(profile).values()]
+    return [*compared, *from_snapshots(profile).values(), *from_parts(profile).values(), *from_size(profile).values(), *portraits(profile).values()]
 
 # %% ../nbs/05_toy.ipynb #8bbe1ed1
 def end_scores(
@@ -160,15 +170,32 @@ def end_scores(
     return last.rename(columns={f"{s}_acc": s for s in ("train", "val", "test")})[["lr", "seed", "train", "val", "test"]].reset_index(drop=True)
 
 
-def chosen_lr(
-    scores: pd.DataFrame,  # from `end_scores`
-) -> float:
-    "The learning rate with the best mean accuracy on the validation split; of several, the lowest."
-    return float(scores.groupby("lr").val.mean().round(6).idxmax())
-
-
 def at_chosen(
-    scores: pd.DataFrame,  # from `end_scores`
+    curves: pd.DataFrame,  # of a `ToyRun` that learns from labels
 ) -> pd.DataFrame:  # one row a seed, in order
-    "The scores at the chosen learning rate."
-    return scores[scores.lr == chosen_lr(scores)].sort_values("seed")
+    "The end scores at the learning rate that the validation split chooses."
+    scores = end_scores(curves)
+    return scores[scores.lr == best_lr(curves)].sort_values("seed")
+
+# %% ../nbs/05_toy.ipynb #a3bb8d63
+def gain_row(
+    pair: Comparison,
+    curves: Mapping[ToyRun, pd.DataFrame],
+) -> tuple[dict[str, str], dict[str, Gain]]:  # the texts of a table by column, and the gains by split
+    "What pretraining brings in a comparison, at each condition's own learning rate."
+    from spt_nbdev.page import mean_std
+
+    chosen = {c: at_chosen(curves[run]) for c, run in pair._asdict().items()}
+    row: dict[str, str] = {}
+    for condition, scores in chosen.items():
+        lr, tried = float(scores.lr.iloc[0]), pair.scratch.lrs
+        edge = ", the highest tried" if lr == max(tried) else ", the lowest tried" if lr == min(tried) else ""
+        row[f"{condition}, test (lr)"] = f"{mean_std(scores.test, 2)} ({lr:g}{edge})"
+    row["medians"] = " and ".join(f"{scores.test.median():.2f}" for scores in chosen.values())
+    row["SPT ahead"] = f"{int((chosen['SPT'].test.to_numpy() > chosen['scratch'].test.to_numpy()).sum())} of {len(chosen['SPT'])}"
+    gains = {}
+    for split in ("test", "train"):
+        of_spt, of_scratch = chosen["SPT"][split].to_numpy(), chosen["scratch"][split].to_numpy()
+        gains[split] = paired_gain(of_spt.tolist(), of_scratch.tolist())
+        row |= {f"{split} gain": mean_std(of_spt - of_scratch, 2), f"on {split}": gains[split].effect}
+    return row, gains

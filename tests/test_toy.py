@@ -15,9 +15,9 @@ from spt_nbdev.plan import page_runs, plan_runs, with_sources
 from spt_nbdev.portrait import Portrait
 from spt_nbdev.records import Store
 from spt_nbdev.runs import publish, run_spec
-from spt_nbdev.toy import Comparison, at_chosen, comparisons, end_scores, from_snapshots, planned_runs
+from spt_nbdev.toy import Comparison, at_chosen, comparisons, from_snapshots, planned_runs
 from spt_nbdev.toymodel import ToyModel, ToyStack, label_losses, masked_losses
-from spt_nbdev.toytraining import Start, ToyRun, ToyTraining, toy_weights
+from spt_nbdev.toytraining import TOY_GROUPS, Start, ToyRun, ToyTraining, toy_weights
 from spt_nbdev.train import Budget
 from spt_nbdev.trajectories import ANCHORS, Trajectories, draw_trajectories, ellipses, outliers, seed_data, stacked_data
 
@@ -222,9 +222,29 @@ def test_only_the_parts_that_are_named_are_copied(groups: tuple[str, ...], tmp_p
     assert all(torch.equal(begun[0][k], source[k]) for k in expected)
 
 
+@pytest.mark.parametrize("groups", [("QK",), ("encoder",)])
+def test_a_start_that_takes_only_the_size_keeps_the_random_directions(groups: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matrix of each model is a multiple of the random one, with the norm of the pretrained one."""
+    store, begun = Store(tmp_path), []
+    begin = ToyTraining.begin
+    monkeypatch.setattr(ToyTraining, "begin", lambda self: (begin(self), begun.append({k: v.clone() for k, v in self.stack.state_dict().items()}))[0])
+    source = toy_weights(run_spec(pretraining(), store).weights(), 1e-2)
+    begun.clear()
+    run_spec(labels(lrs=(0.1,), init=Start(pretraining(), groups=groups, take="size")), store)
+    fresh = ToyStack(NARROW, 16, (0, 1), "labels").state_dict()
+    for name, drawn in fresh.items():
+        if name not in TOY_GROUPS[groups[0]]:
+            assert torch.equal(begun[0][name], drawn)
+            continue
+        for m in range(2):
+            ratio = begun[0][name][m] / drawn[m]
+            assert ratio.max().item() == pytest.approx(ratio.min().item(), rel=1e-4) and abs(ratio.mean().item() - 1) > 1e-3
+            assert begun[0][name][m].square().sum().item() == pytest.approx(source[name][m].square().sum().item(), rel=1e-4)
+
+
 def test_one_model_that_diverges_does_no_harm_to_another(tmp_path: Path) -> None:
     wild, calm = (run_spec(labels(lrs=lrs), Store(tmp_path)) for lrs in ((1e-1, 99.0), (1e-1,)))
-    assert wild.facts["outcome"].endswith("of 4 models diverged") and calm.facts["outcome"] == "learned"
+    assert wild.facts["outcome"].endswith("of 4 models diverged") and calm.facts["outcome"] == "finished"
     assert wild.curves[wild.curves.lr == 99.0].loss.isna().any()
     for name, weight in calm.weights().items():
         assert torch.equal(weight, wild.weights()[name])
@@ -316,8 +336,13 @@ def test_a_portrait_is_published_with_its_weights(tmp_path: Path) -> None:
     reader = Store(tmp_path / "none", tmp_path / "results")
     own = reader.find(key_of(portrait), weights=True)
     assert own and reader.find(key_of(start.source), weights=True) is None and reader.find(key_of(start.source))
-    stages = {"pretraining/0", "pretraining/4", "pretraining/9", "finetuned/9", "scratch/0"}
-    assert {name.rpartition("/")[0] for name in own.weights()} == stages | {"by offset/pretraining", "by offset/finetuned", "by offset/scratch"}
+    stages = {"pretraining/0", "pretraining/4", "pretraining/9", "finetuned/9", "scratch/0", "scratch at its best/0"}
+    assert {name.rpartition("/")[0] for name in own.weights()} == stages | {
+        "by offset/pretraining",
+        "by offset/finetuned",
+        "by offset/scratch",
+        "by offset/scratch at its best",
+    }
     assert all(len(w) == (2 if name.startswith("by offset") else 1) for name, w in own.weights().items())
     assert set(own.curves.seed) == {0, 1} and set(own.curves.input) == {"sequences", "positions only"}
 
@@ -338,6 +363,10 @@ def test_a_portrait_measures_the_models_that_were_trained(tmp_path: Path) -> Non
     for name, value in locality(weights, scores).items():
         assert rows[name].item() == pytest.approx(value[1].mean().item(), abs=1e-6)
     assert torch.equal(record.weights()["finetuned/9/query"][0], stack.query[0])
+    scratch = store.find(key_of(portrait.scratch))
+    best = max(portrait.scratch.lrs, key=lambda lr: scratch.curves[(scratch.curves.lr == lr) & (scratch.curves.step == portrait.scratch.steps)].val_acc.mean())
+    assert set(record.curves[record.curves.stage == "scratch at its best"].lr) == {best}
+    assert torch.equal(record.weights()["scratch at its best/0/query"][0], toy_weights(scratch.weights(), best)["query"][0])
 
 
 def test_the_published_toy_runs_are_what_the_code_gives(tmp_path: Path, root: Path) -> None:
@@ -349,5 +378,5 @@ def test_the_published_toy_runs_are_what_the_code_gives(tmp_path: Path, root: Pa
     same = again.curves.merge(record.curves, on=["lr", "seed", "step"], suffixes=("", " published"))
     assert len(same) == 2 * len(spec.seeds)
     np.testing.assert_allclose(same.loss, same["loss published"], rtol=1e-3)
-    scores = at_chosen(end_scores(record.curves))
+    scores = at_chosen(record.curves)
     assert len(scores) == len(spec.seeds) and scores.lr.nunique() == 1
