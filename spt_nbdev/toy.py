@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from .paper import Gain, paired_gain
 from .params import Profile
 from .portrait import Portrait, best_lr
 from .toymodel import ToyModel
 from .toytraining import Start, ToyGroup, ToyRun
 from .train import Budget
 from .trajectories import Trajectories
+from .verdict import Gain, paired_gain
 
 # %% ../nbs/05_toy.ipynb #8dd21497
 SGD_LRS = (0.06, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2)

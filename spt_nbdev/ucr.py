@@ -16,13 +16,13 @@ import pandas as pd
 from .data import Fold
 from .keys import key_of
 from .model import ModelConfig
-from .paper import Gain, paired_gain
 from .params import Profile
 from .records import Record, Store
 from .series import UCR, UCRName, UCRTask
 from .spt import Classification, Reconstruction
 from .sweep import sweep
 from .train import Budget, Init, Optimiser, RunSpec
+from .verdict import Gain, paired_gain
 
 # %% ../nbs/18_ucr.ipynb #ebfc2246
 @dataclass(frozen=True)
