@@ -108,8 +108,6 @@ def comparisons(
         "SGD, batch 20": compare(batch_size=20),
         "AdamW, batch 25": compare(optimiser="AdamW"),
         f"SGD, batch 25, {scale.longer} epochs": compare(epochs=scale.longer),
-        "pretraining lr 0.001": compare(Start(toy_pretraining(scale, lr=1e-3))),
-        "pretraining lr 0.01": compare(Start(toy_pretraining(scale, lr=1e-2))),
         SECOND: with_data(alpha="amplitude"),
         "noise 0.05": with_data(noise=0.05),
         "noise 0.2": with_data(noise=0.2),
