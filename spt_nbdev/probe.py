@@ -111,20 +111,14 @@ class Probe:
         if not self.scratch or not self.pretraining or self.n_batches % 2:
             raise ValueError("expected at least one run of each kind, and an even n_batches")
 
-    def untrained(self, spec: RunSpec) -> nn.Module:
-        "The model that a run starts with."
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream(spec.seed, f"weights for {type(spec.objective).__name__}"))
-            return spec.objective.build(spec.model, spec.task.shape())
-
     def models(self, run: Run) -> Iterator[tuple[str, int, nn.Module, Classification | Reconstruction]]:
         "What to look at: how it was trained, for how many epochs, the model, and the objective that is asked."
         for how, specs in (("labels", self.scratch), ("SPT", self.pretraining)):
-            yield how, 0, self.untrained(specs[0]), specs[0].objective
+            yield how, 0, specs[0].untrained(), specs[0].objective
             for spec in specs:
                 yield how, spec.budget.epochs, spec.rebuild(run.weights(spec)), spec.objective
         for spec in self.pretraining:
-            model = self.untrained(self.scratch[0])
+            model = self.scratch[0].untrained()
             transfer(run.weights(spec), model, flag=not spec.task.shape().vocabulary)
             yield "SPT, then labels", spec.budget.epochs, model, self.scratch[0].objective
 

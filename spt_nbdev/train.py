@@ -257,14 +257,18 @@ class RunSpec:
         if all(in_groups(name, self.freeze) for name in names):
             raise ValueError(f"freeze = {self.freeze!r} is not allowed: nothing is left to train")
 
+    def untrained(self) -> nn.Module:
+        "The model as it is drawn, before anything is copied into it."
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream(self.seed, f"weights for {type(self.objective).__name__}"))
+            return self.objective.build(self.model, self.task.shape())
+
     def train(self, run: Run) -> Trained:
         "Train, from the checkpoint if there is one; a run that diverges is a `FloatingPointError`."
         task = self.task.load()
         if task.shape != self.task.shape():
             raise ValueError(f"{self.task.label()} has the sizes {task.shape}, where its shape() says {self.task.shape()}; make load() and shape() agree")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream(self.seed, f"weights for {type(self.objective).__name__}"))
-            model = self.objective.build(self.model, task.shape)
+        model = self.untrained()
         if not run.resumes:
             torch.manual_seed(stream(self.seed, "whatever else is drawn"))
         if self.init and not run.resumes:
