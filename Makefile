@@ -27,8 +27,7 @@ build/site/%/_site/index.html: $(READY) $(SOURCES)
 	$(BIN)/spt reproduce --profile $*
 	$(BIN)/spt site --profile $*
 
-test: build/site/smoke/_site/index.html  ## check that all is in sync, and run all tests
-	$(BIN)/nbdev_test --n_workers 2
+test: build/site/smoke/_site/index.html  ## run all notebooks with their checks, and all tests
 	$(BIN)/pytest -n 2 --dist loadfile
 
 lab: $(READY)  ## open JupyterLab; ARGS goes to it
