@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Where', 'AblationTask', 'SMOKE_TASKS', 'Setting', 'reduced', 'laptop_setting', 'smoke_setting', 'setting', 'scores',
-           'gain_over', 'beside_paper', 'to_show', 'gain_text']
+           'gain_over', 'Shown', 'to_show', 'shown_of', 'beside_paper', 'gain_text', 'draw_accuracies']
 
-# %% ../nbs/08_ablate.ipynb #389922af
-from collections.abc import Callable, Hashable, Mapping
+# %% ../nbs/08_ablate.ipynb #fc0ceec2
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -156,31 +156,36 @@ def gain_over(
         raise ValueError(f"no seed has both {condition} and {baseline}: expected at least one")
     return paired_gain(by_seed[condition].to_list(), by_seed[baseline].to_list())
 
-# %% ../nbs/08_ablate.ipynb #a2bcefe4
-def beside_paper(
-    scored: pd.DataFrame,  # from `scores`
-    places: Mapping[str, tuple[int, str, str]],  # by condition: table, task and condition of the paper
-    profile: Profile,
-    baseline: str = "scratch",
-) -> pd.DataFrame:  # texts
-    "Results and the paper's, condition by condition."
-    from spt_nbdev.page import mean_std
+# %% ../nbs/08_ablate.ipynb #723b7ad2
+@dataclass(frozen=True)
+class Shown:
+    "What a page shows of one task."
 
-    rows = []
-    for condition in dict.fromkeys(scored.condition):
-        own = scored[scored.condition == condition]
-        theirs = printed(*places[condition]) if condition in places else None
-        row: dict[str, Any] = {"condition": condition, "paper, peak": str(theirs) if theirs else "not printed"}
-        row |= {f"ours, {name}": mean_std(own[measure]) for name, measure in (("peak", "peak"), ("test", "test"), ("train", "train"))}
-        pairs = set(own.seed) & set(scored[scored.condition == baseline].seed) if condition != baseline else ()
-        gain = gain_over(scored, condition, baseline) if pairs else None
-        row |= {"gain on test": gain_text(gain) if gain else "", "the gain": gain.effect if gain else ""}
-        rows.append(row | {"the paper's number?": judge(own.peak.to_list(), theirs, profile) if theirs else "", "seeds": str(len(own))})
-    return pd.DataFrame(rows)
+    task: AblationTask
+    profile: Profile
+    n_layers: int | None  # as in `setting`
+    records: dict[tuple[str, int], Record]  # by condition and seed
+    n_runs: int  # that this scale has
+
+    def scores(self) -> pd.DataFrame:
+        "The accuracies, from `scores`."
+        return scores(self.records)
+
+    def extent(self) -> str:
+        "How large the runs are, and how many of them there are, in words."
+        s = setting(self.task, self.profile, self.n_layers)
+        p, shape = s.preset, s.preset.task.shape()
+        epochs = [f"{b.epochs} epoch{'s' * (b.epochs > 1)}" for b in (p.pretrain.budget, p.finetune.budget)]
+        there = "all" if len(self.records) == self.n_runs else f"{len(self.records)} of"
+        return f"{self.task} at `{self.profile}`: {shape.n_train:,} training sequences of {shape.length:,} steps, {p.model.n_layers} layer{'s' * (p.model.n_layers > 1)}, {epochs[0]} of pretraining and {epochs[1]} on labels, {there} {self.n_runs} runs"
+
+    def names_condition(self, *conditions: str) -> bool:
+        "Whether there are runs of all of some conditions."
+        return set(conditions) <= {condition for condition, _ in self.records}
 
 
 def to_show(
-    runs_at: Callable[[Profile], Mapping[Where, RunSpec]],
+    runs_at: Callable[[Profile], Mapping[Where, Any]],
     profile: Profile,
     own: Mapping[Where, Record],  # what the page has just run, at this profile
     store: Store,
@@ -194,6 +199,40 @@ def to_show(
     return profile, dict(own), len(own)
 
 
+def shown_of(
+    task: AblationTask,
+    runs_at: Callable[[Profile], Mapping[tuple[str, int], RunSpec]],
+    profile: Profile,
+    records: Mapping[Any, Record],  # what the page has just run, by spec
+    store: Store,
+    n_layers: int | None = None,
+) -> Shown:
+    "What a page shows of one task: its own results, or stored ones of a larger scale."
+    at, found, n = to_show(runs_at, profile, {where: records[run] for where, run in runs_at(profile).items()}, store)
+    return Shown(task, at, n_layers, found, n)
+
+# %% ../nbs/08_ablate.ipynb #a2bcefe4
+def beside_paper(
+    shown: Shown,
+    places: Mapping[str, tuple[int, str, str]],  # by condition: table, task and condition of the paper
+    baseline: str = "scratch",
+) -> pd.DataFrame:  # texts
+    "Results and the paper's, condition by condition."
+    from spt_nbdev.page import mean_std
+
+    rows, scored = [], shown.scores()
+    for condition in dict.fromkeys(scored.condition):
+        own = scored[scored.condition == condition]
+        theirs = printed(*places[condition]) if condition in places else None
+        row: dict[str, Any] = {"condition": condition, "paper, peak": str(theirs) if theirs else "not printed"}
+        row |= {f"ours, {name}": mean_std(own[measure]) for name, measure in (("peak", "peak"), ("test", "test"), ("train", "train"))}
+        pairs = set(own.seed) & set(scored[scored.condition == baseline].seed) if condition != baseline else ()
+        gain = gain_over(scored, condition, baseline) if pairs else None
+        row |= {"gain on test": gain_text(gain) if gain else "", "the gain": gain.effect if gain else ""}
+        rows.append(row | {"the paper's number?": judge(own.peak.to_list(), theirs, shown.profile) if theirs else "", "seeds": str(len(own))})
+    return pd.DataFrame(rows)
+
+
 def gain_text(
     gain: Gain,
 ) -> str:
@@ -201,3 +240,27 @@ def gain_text(
     if gain.n == 1:
         return f"{gain.mean:+.3f}".replace("-", "−")
     return f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})".replace("-", "−")
+
+# %% ../nbs/08_ablate.ipynb #cea6c345
+def draw_accuracies(
+    shown: Shown,
+    conditions: Sequence[str],
+) -> Any:  # a seaborn grid
+    "Accuracy by epoch on the test and the training split, for some conditions."
+    import seaborn as sns
+
+    from spt_nbdev.page import PALETTE
+
+    order = [c for c in conditions if shown.names_condition(c)]
+    colours = (
+        dict(zip([c for c in conditions if c not in PALETTE], [c for i, c in enumerate(sns.color_palette("colorblind", 10)) if i not in (0, 3)], strict=False))
+        | PALETTE
+    )
+    curves = pd.concat([r.curves.assign(condition=c, seed=seed) for (c, seed), r in shown.records.items() if c in order], ignore_index=True)
+    long = curves.melt(["epoch", "condition", "seed"], ["test_acc", "train_acc"], var_name="split", value_name="accuracy")
+    long["split"] = long.split.map({"test_acc": "test split", "train_acc": "training split"})
+    style = {"kind": "line", "errorbar": ("pi", 100), "palette": {c: colours[c] for c in order}, "height": 2.9, "aspect": 1.2, "markers": True, "dashes": False}
+    grid = sns.relplot(long, x="epoch", y="accuracy", hue="condition", hue_order=order, style="condition", style_order=order, col="split", **style)
+    grid.set_titles("{col_name}")
+    sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 0.98), ncol=min(len(order), 4), title=None)
+    return grid
