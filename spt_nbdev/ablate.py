@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Where', 'AblationTask', 'SMOKE_TASKS', 'Setting', 'reduced', 'laptop_setting', 'smoke_setting', 'setting', 'scores',
-           'gain_over', 'Shown', 'to_show', 'shown_of', 'beside_paper', 'gain_text', 'draw_accuracies']
+           'gain_over', 'Shown', 'to_show', 'shown_of', 'beside_paper', 'gain_text', 'draw_accuracies',
+           'training_flops', 'spent']
 
 # %% ../nbs/08_ablate.ipynb #fc0ceec2
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -164,8 +165,8 @@ class Shown:
     task: AblationTask
     profile: Profile
     n_layers: int | None  # as in `setting`
-    records: dict[tuple[str, int], Record]  # by condition and seed
-    n_runs: int  # that this scale has
+    runs: Mapping[tuple[str, int], RunSpec]  # that this scale has, by condition and seed
+    records: Mapping[tuple[str, int], Record]  # those of them that are there
 
     def scores(self) -> pd.DataFrame:
         "The accuracies, from `scores`."
@@ -175,9 +176,17 @@ class Shown:
         "How large the runs are, and how many of them there are, in words."
         s = setting(self.task, self.profile, self.n_layers)
         p, shape = s.preset, s.preset.task.shape()
-        epochs = [f"{b.epochs} epoch{'s' * (b.epochs > 1)}" for b in (p.pretrain.budget, p.finetune.budget)]
-        there = "all" if len(self.records) == self.n_runs else f"{len(self.records)} of"
-        return f"{self.task} at `{self.profile}`: {shape.n_train:,} training sequences of {shape.length:,} steps, {p.model.n_layers} layer{'s' * (p.model.n_layers > 1)}, {epochs[0]} of pretraining and {epochs[1]} on labels, {there} {self.n_runs} runs"
+        budgets = {run.init.source.budget.epochs for run in self.runs.values() if run.init}
+        before = (
+            f"{min(budgets)} to {max(budgets)} epochs of pretraining and "
+            if len(budgets) > 1
+            else f"{max(budgets)} epoch{'s' * (max(budgets) > 1)} of pretraining and "
+            if budgets
+            else ""
+        )
+        after = f"{p.finetune.budget.epochs} epoch{'s' * (p.finetune.budget.epochs > 1)} on labels"
+        there = "all" if len(self.records) == len(self.runs) else f"{len(self.records)} of"
+        return f"{self.task} at `{self.profile}`: {shape.n_train:,} training sequences of {shape.length:,} steps, {p.model.n_layers} layer{'s' * (p.model.n_layers > 1)}, {before}{after}, {there} {len(self.runs)} runs"
 
     def names_condition(self, *conditions: str) -> bool:
         "Whether there are runs of all of some conditions."
@@ -189,14 +198,14 @@ def to_show(
     profile: Profile,
     own: Mapping[Where, Record],  # what the page has just run, at this profile
     store: Store,
-) -> tuple[Profile, dict[Where, Record], int]:  # the scale, what there is of it, and how many runs that scale has
+) -> tuple[Profile, Mapping[Where, Any], dict[Where, Record]]:  # the scale, its runs, and the records that there are
     "A page's own results; or, if these are of a smoke run, what is stored of the same runs at the largest scale that anything is stored of."
     for larger in ("paper", "laptop") if profile == "smoke" else ():
         runs = runs_at(larger)
         found = {where: record for where, run in runs.items() if (record := store.find(key_of(run)))}
         if found:
-            return larger, found, len(runs)
-    return profile, dict(own), len(own)
+            return larger, runs, found
+    return profile, runs_at(profile), dict(own)
 
 
 def shown_of(
@@ -208,8 +217,8 @@ def shown_of(
     n_layers: int | None = None,
 ) -> Shown:
     "What a page shows of one task: its own results, or stored ones of a larger scale."
-    at, found, n = to_show(runs_at, profile, {where: records[run] for where, run in runs_at(profile).items()}, store)
-    return Shown(task, at, n_layers, found, n)
+    at, runs, found = to_show(runs_at, profile, {where: records[run] for where, run in runs_at(profile).items()}, store)
+    return Shown(task, at, n_layers, runs, found)
 
 # %% ../nbs/08_ablate.ipynb #a2bcefe4
 def beside_paper(
@@ -264,3 +273,24 @@ def draw_accuracies(
     grid.set_titles("{col_name}")
     sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 0.98), ncol=min(len(order), 4), title=None)
     return grid
+
+# %% ../nbs/08_ablate.ipynb #a51182ae
+def training_flops(
+    run: RunSpec,
+    epochs: int | None = None,  # None takes all
+) -> float:
+    "Floating point operations of training: a step counts as three forward passes."
+    return 3.0 * run.forward_flops() * run.task.shape().n_train * (run.budget.epochs if epochs is None else epochs)
+
+
+def spent(
+    shown: Shown,
+) -> pd.DataFrame:  # one row an evaluation: condition, seed, epoch, flops, test_acc
+    "What each point of the curves has cost, pretraining included."
+    found = []
+    for (condition, seed), record in shown.records.items():
+        run = shown.runs[condition, seed]
+        before = training_flops(run.init.source) if run.init else 0.0
+        costs = [before + training_flops(run, epoch) for epoch in record.curves.epoch]
+        found.append(record.curves[["epoch", "test_acc"]].assign(condition=condition, seed=seed, flops=costs))
+    return pd.concat(found, ignore_index=True)

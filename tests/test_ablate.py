@@ -1,0 +1,122 @@
+"""Ablations: what is copied, what is frozen, and what is measured."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spt_nbdev.ablate import setting
+from spt_nbdev.displace import PARTS, Displacement
+from spt_nbdev.displacement import displacement
+from spt_nbdev.freezing import FROZEN, freezing
+from spt_nbdev.groups import in_groups
+from spt_nbdev.keys import key_of
+from spt_nbdev.onelayer import COPIED, drawn_apart, one_layer
+from spt_nbdev.paper import all_printed, displacements
+from spt_nbdev.records import Store
+from spt_nbdev.runs import run_spec
+from spt_nbdev.train import RunSpec, Training
+
+
+def started(spec: RunSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The weights with which a run goes into its first step."""
+    found = {}
+
+    def look(self: Training, run: object) -> None:
+        found.update({k: v.clone() for k, v in self.model.state_dict().items()})
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "run", look)
+        with pytest.raises(KeyboardInterrupt):
+            run_spec(spec, store)
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize(("condition", "apart"), [*((c, False) for c in COPIED if COPIED[c]), ("SPT", True), ("QK", True)])
+def test_what_is_copied_is_the_pretrained_models_and_the_rest_is_not(condition: str, apart: bool, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = drawn_apart("smoke") if apart else one_layer("smoke", "image")
+    spec = runs[condition, 0]
+    given, fresh = run_spec(spec.init.source, store).weights(), spec.untrained().state_dict()
+    for name, weight in started(spec, store, monkeypatch).items():
+        if not in_groups(name, COPIED[condition]):
+            assert torch.equal(weight, fresh[name]), name
+        else:
+            source = given[name][:, : weight.shape[1]] if name == "encoder.embed.weight" else given[name]
+            assert torch.equal(weight, source), name
+            assert not torch.equal(weight, fresh[name]), name
+
+
+@pytest.mark.parametrize("condition", FROZEN)
+@pytest.mark.parametrize("task", ["image", "listops", "retrieval"])
+def test_frozen_weights_do_not_change_by_a_bit_and_all_others_do(condition: str, task: str, store: Store) -> None:
+    spec = freezing("smoke", task)[condition, 0]
+    before, after = spec.untrained().state_dict(), run_spec(spec, store).weights()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if in_groups(name, FROZEN[condition])}
+
+
+def test_conditions_are_the_papers() -> None:
+    """Each condition of Tables 2, 4 and 9 is run, and none that they don't have."""
+    in_paper = {table: {p.condition for p in all_printed().values() if p.table == table} for table in (2, 4, 9)}
+    assert in_paper[2] == set(FROZEN)
+    assert in_paper[4] | in_paper[9] == set(COPIED)
+    for task in ("image", "pathfinder"):
+        runs = one_layer("paper", task)
+        assert {c for c, seed in runs if seed == 4} == in_paper[4]
+        assert {run.model for run in runs.values()} == {replace(setting(task, "paper").preset.model, n_layers=1)}
+
+
+def test_displacements_by_hand(store: Store) -> None:
+    """Against sums over named parameters, for each part and block of one model."""
+    spec = displacement("smoke")["image", 0]
+    source, scratch = spec.finetuning.init.source, spec.scratch
+    for run in (source, scratch, spec.finetuning):
+        run_spec(run, store)
+    rows = run_spec(spec, store).curves.set_index(["block", "part"])
+    states = {"R": source.untrained().state_dict(), "R of SC": scratch.untrained().state_dict()}
+    states |= {name: store.find(key_of(run)).weights() for name, run in (("SPT", source), ("SC", scratch), ("FT", spec.finetuning))}
+
+    def distance(one: str, other: str | None, block: int, part: str) -> float:
+        names = ["encoder.embed.weight"] if part == "embed" else [n for n in states["SC"] if in_groups(n, [part]) and f"blocks.{block}." in n]
+        assert names
+        total = 0.0
+        for name in names:
+            a = states[one][name]
+            b = states[other][name] if other else torch.zeros_like(a)
+            if part == "embed":
+                a, b = a[:, :1], b[:, :1]
+            total += (a - b).double().square().sum().item()
+        return total**0.5
+
+    moves = {"R to SPT": ("R", "SPT"), "R to SC": ("R of SC", "SC"), "SPT to FT": ("SPT", "FT"), "SC to FT": ("SC", "FT"), "R to FT": ("R", "FT")}
+    for (block, part), row in rows.iterrows():
+        for name, pair in (moves | {name: (name, None) for name in states}).items():
+            assert row[name] == pytest.approx(distance(*pair, block, part), rel=1e-4, abs=1e-6), (block, part, name)
+    assert len(rows) == 1 + 3 * len(PARTS)
+
+
+def test_displacement_rows_are_the_papers() -> None:
+    for task, n_layers in (("image", 3), ("pathfinder", 4)):
+        printed = set(map(tuple, displacements(task)[["block", "part"]].to_numpy().tolist()))
+        assert printed == {(-1, "embed"), *((b, p) for b in range(n_layers) for p in PARTS)}
+        assert isinstance(displacement("paper")[task, 0], Displacement)
+
+
+def test_an_unknown_task_or_a_wrong_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no ablation on 'cifar'"):
+        setting("cifar", "smoke")
+    with pytest.raises(ValueError, match="expected a run that starts at a whole pretrained encoder"):
+        Displacement(one_layer("smoke", "image")["QK", 0])
+
+
+def test_reduced_settings_keep_the_papers_model() -> None:
+    for task in ("image", "pathfinder"):
+        for profile in ("smoke", "laptop"):
+            assert setting(task, profile).preset.model == setting(task, "paper").preset.model
+            assert setting(task, profile).preset.pretrain.objective == setting(task, "paper").preset.pretrain.objective
