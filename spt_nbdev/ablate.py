@@ -257,6 +257,7 @@ def draw_accuracies(
 ) -> Any:  # a seaborn grid
     "Accuracy by epoch on the test and the training split, for some conditions."
     import seaborn as sns
+    from matplotlib.ticker import MaxNLocator
 
     from spt_nbdev.page import PALETTE
 
@@ -271,6 +272,8 @@ def draw_accuracies(
     style = {"kind": "line", "errorbar": ("pi", 100), "palette": {c: colours[c] for c in order}, "height": 2.9, "aspect": 1.2, "markers": True, "dashes": False}
     grid = sns.relplot(long, x="epoch", y="accuracy", hue="condition", hue_order=order, style="condition", style_order=order, col="split", **style)
     grid.set_titles("{col_name}")
+    for ax in grid.axes.flat:
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 0.98), ncol=min(len(order), 4), title=None)
     return grid
 
