@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spt_nbdev.ablate import setting
-from spt_nbdev.displace import PARTS, Displacement
+from spt_nbdev.displace import MEASURED, Displacement
 from spt_nbdev.displacement import displacement
 from spt_nbdev.freezing import FROZEN, freezing
 from spt_nbdev.groups import in_groups
@@ -98,13 +98,13 @@ def test_displacements_by_hand(store: Store) -> None:
     for (block, part), row in rows.iterrows():
         for name, pair in (moves | {name: (name, None) for name in states}).items():
             assert row[name] == pytest.approx(distance(*pair, block, part), rel=1e-4, abs=1e-6), (block, part, name)
-    assert len(rows) == 1 + 3 * len(PARTS)
+    assert len(rows) == 1 + 3 * len(MEASURED)
 
 
 def test_displacement_rows_are_the_papers() -> None:
     for task, n_layers in (("image", 3), ("pathfinder", 4)):
         printed = set(map(tuple, displacements(task)[["block", "part"]].to_numpy().tolist()))
-        assert printed == {(-1, "embed"), *((b, p) for b in range(n_layers) for p in PARTS)}
+        assert printed == {(-1, "embed"), *((b, p) for b in range(n_layers) for p in MEASURED)}
         assert isinstance(displacement("paper")[task, 0], Displacement)
 
 
