@@ -25,19 +25,18 @@ from .train import Budget, Optimiser, RunSpec
 class BridgeScale(NamedTuple):
     "What is trained and looked at."
 
-    tasks: dict[str, tuple[TaskSpec, ModelConfig]]
+    tasks: dict[str, tuple[TaskSpec, ModelConfig, int]]  # with the number of seeds
     epochs: tuple[int, ...]  # after which the models are looked at
-    seeds: tuple[int, ...]
     n_batches: int
 
 
 PICTURES = {
-    "Image 16": (CIFARTask(size=16, n_train=5000, n_val=500, n_test=500), replace(CODE_MODELS["image"], n_layers=1)),
-    "PathFinder 16": (PathFinderTask(16, 5000, 500, 500), replace(CODE_MODELS["pathfinder"], n_layers=1)),
+    "Image 16": (CIFARTask(size=16, n_train=5000, n_val=500, n_test=500), replace(CODE_MODELS["image"], n_layers=1), 3),
+    "PathFinder 16": (PathFinderTask(16, 5000, 500, 500), replace(CODE_MODELS["pathfinder"], n_layers=1), 2),
 }
-LOOKED = BridgeScale(PICTURES, (1, 5), (0, 1, 2), 64)
+LOOKED = BridgeScale(PICTURES, (1, 5), 64)
 BRIDGE_SCALES: dict[Profile, BridgeScale] = {
-    "smoke": BridgeScale({"digits": (DigitsTask(), replace(CODE_MODELS["image"], n_layers=1))}, (1,), (0,), 8),
+    "smoke": BridgeScale({"digits": (DigitsTask(), replace(CODE_MODELS["image"], n_layers=1), 1)}, (1,), 8),
     "laptop": LOOKED,
     "paper": LOOKED,
 }
@@ -48,9 +47,9 @@ def picture_probes(
 ) -> dict[tuple[str, str, int], Probe]:  # by task, start and seed
     "The probes of models that see pictures (learning rate, batch size and warm-up are ours)."
     scale, found = BRIDGE_SCALES[profile], {}
-    for name, (task, model) in scale.tasks.items():
+    for name, (task, model, n_seeds) in scale.tasks.items():
         for start in ("tied", "apart"):
-            for seed in scale.seeds:
+            for seed in range(n_seeds):
                 config = replace(model, tied_qkvo_init=start == "tied")
                 runs = [
                     tuple(RunSpec(task, config, objective, Budget(e, 32, eval_every=e), Optimiser(1e-3, warmup_steps=100), seed=seed) for e in scale.epochs)
