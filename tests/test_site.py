@@ -130,14 +130,13 @@ def test_planted_fault_is_caught(
     spoil: Callable[[str], str],
     expected: str,
 ) -> None:
-    copy = shutil.copytree(
-        site,
-        tmp_path / "site",
-        ignore=shutil.ignore_patterns("mathjax", "bootstrap-icons"),
-    )
-    page = copy / "18_ucr.html"
+    page = tmp_path / "site" / "18_ucr.html"
+    others = [p.name for p in site.glob("*.html") if p.name not in (page.name, "index.html")]  # to check them all each time would take minutes
+    copy = shutil.copytree(site, page.parent, ignore=shutil.ignore_patterns("mathjax", "bootstrap-icons", *others))
+    whole = {page.name: labels[page.name]}
+    assert not any(expected in fault for fault in check_site(copy, whole))
     page.write_text(spoil(page.read_text()))
-    faults = check_site(copy, labels)
+    faults = check_site(copy, whole)
     assert any(fault.startswith("18_ucr.html: ") and expected in fault for fault in faults), faults
 
 
