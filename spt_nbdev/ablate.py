@@ -146,10 +146,10 @@ def scores(
 
 
 def ahead_of(
-    scored: pd.DataFrame,  # from `scores`
+    scored: pd.DataFrame,  # one row a condition and seed, such as from `scores`
     condition: str,
     baseline: str = "scratch",
-    measure: str = "test",  # peak, test, last or train
+    measure: str = "test",  # a column
 ) -> Gain:
     "How much one condition is ahead of another, over the seeds that both have."
     by_seed = scored.pivot(index="seed", columns="condition", values=measure)[[condition, baseline]].dropna()

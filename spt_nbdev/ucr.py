@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'CONDITIONS', 'CHOICE', 'Scale', 'Choice', 'pretraining', 'conditions', 'table_6', 'Search', 'search_runs',
-           'search_scores', 'choose', 'planned_runs', 'labelled_curves', 'pretrainings', 'final_scores', 'gain_over']
+           'search_scores', 'choose', 'planned_runs', 'labelled_curves', 'pretrainings', 'final_scores']
 
 # %% ../nbs/18_ucr.ipynb #05ff380f
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,6 @@ from .series import UCR, UCRName, UCRTask
 from .spt import Classification, Reconstruction
 from .sweep import sweep
 from .train import Budget, Init, Optimiser, RunSpec
-from .verdict import Gain, paired_gain
 
 # %% ../nbs/18_ucr.ipynb #ebfc2246
 @dataclass(frozen=True)
@@ -164,13 +163,3 @@ def final_scores(
 ) -> pd.DataFrame:  # one row a condition and seed: condition, seed, peak, last
     "The test accuracy of each run: its peak over epochs, and at the last epoch."
     return curves.sort_values("epoch").groupby(["condition", "seed"]).test_acc.agg(peak="max", last="last").reset_index()
-
-
-def gain_over(
-    scores: pd.DataFrame,  # from `final_scores`
-    baseline: str,  # the condition that self-pretraining is held against
-    measure: str,  # peak or last
-) -> Gain:
-    "How much self-pretraining is ahead of another condition."
-    by_seed = scores.pivot(index="seed", columns="condition", values=measure)
-    return paired_gain(by_seed["SPT"].to_list(), by_seed[baseline].to_list())

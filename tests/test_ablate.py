@@ -105,7 +105,6 @@ def test_displacement_rows_are_the_papers() -> None:
     for task, n_layers in (("image", 3), ("pathfinder", 4)):
         printed = set(map(tuple, displacements(task)[["block", "part"]].to_numpy().tolist()))
         assert printed == {(-1, "embed"), *((b, p) for b in range(n_layers) for p in MEASURED)}
-        assert isinstance(displacement("paper")[task, 0], Displacement)
 
 
 def test_an_unknown_task_or_a_wrong_run_is_refused() -> None:

@@ -192,10 +192,21 @@ def test_training_a_stack_is_training_its_models(tmp_path: Path) -> None:
         np.testing.assert_allclose(alone.curves.loss, stacked.curves[stacked.curves.seed == m].loss, rtol=1e-4)
 
 
-def test_labels_start_at_the_pretrained_encoder_and_a_head_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, begun = Store(tmp_path), []
-    begin = ToyTraining.begin
-    monkeypatch.setattr(ToyTraining, "begin", lambda self: (begin(self), begun.append({k: v.clone() for k, v in self.stack.state_dict().items()}))[0])
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """The weights with which stacks begin at each learning rate, from now on."""
+    found, begin = [], ToyTraining.begin
+
+    def noting(self: ToyTraining) -> None:
+        begin(self)
+        found.append({k: v.clone() for k, v in self.stack.state_dict().items()})
+
+    monkeypatch.setattr(ToyTraining, "begin", noting)
+    return found
+
+
+def test_labels_start_at_the_pretrained_encoder_and_a_head_of_their_own(tmp_path: Path, begun: list[dict[str, torch.Tensor]]) -> None:
+    store = Store(tmp_path)
     given = run_spec(pretraining(), store).weights()
     for step in (None, 4):
         begun.clear()
@@ -208,10 +219,8 @@ def test_labels_start_at_the_pretrained_encoder_and_a_head_of_their_own(tmp_path
 
 
 @pytest.mark.parametrize("groups", [("QK",), ("VO", "embed"), ("embed",)])
-def test_only_the_parts_that_are_named_are_copied(groups: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, begun = Store(tmp_path), []
-    begin = ToyTraining.begin
-    monkeypatch.setattr(ToyTraining, "begin", lambda self: (begin(self), begun.append({k: v.clone() for k, v in self.stack.state_dict().items()}))[0])
+def test_only_the_parts_that_are_named_are_copied(groups: tuple[str, ...], tmp_path: Path, begun: list[dict[str, torch.Tensor]]) -> None:
+    store = Store(tmp_path)
     source = toy_weights(run_spec(pretraining(), store).weights(), 1e-2)
     begun.clear()
     run_spec(labels(lrs=(0.1,), init=Start(pretraining(), groups=groups)), store)
@@ -223,11 +232,9 @@ def test_only_the_parts_that_are_named_are_copied(groups: tuple[str, ...], tmp_p
 
 
 @pytest.mark.parametrize("groups", [("QK",), ("encoder",)])
-def test_a_start_that_takes_only_the_size_keeps_the_random_directions(groups: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_takes_only_the_size_keeps_the_random_directions(groups: tuple[str, ...], tmp_path: Path, begun: list[dict[str, torch.Tensor]]) -> None:
     """Each matrix of each model is a multiple of the random one, with the norm of the pretrained one."""
-    store, begun = Store(tmp_path), []
-    begin = ToyTraining.begin
-    monkeypatch.setattr(ToyTraining, "begin", lambda self: (begin(self), begun.append({k: v.clone() for k, v in self.stack.state_dict().items()}))[0])
+    store = Store(tmp_path)
     source = toy_weights(run_spec(pretraining(), store).weights(), 1e-2)
     begun.clear()
     run_spec(labels(lrs=(0.1,), init=Start(pretraining(), groups=groups, take="size")), store)
