@@ -1,14 +1,17 @@
 """Ablations: what is copied, what is frozen, and what is measured."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from spt_nbdev import depth, duration, freezing, hybrid, onelayer, replication, schemes
 from spt_nbdev.ablate import setting
+from spt_nbdev.claims import arena
 from spt_nbdev.displace import MEASURED, Displacement
 from spt_nbdev.displacement import displacement
-from spt_nbdev.freezing import FROZEN, freezing
+from spt_nbdev.freezing import FROZEN
 from spt_nbdev.groups import in_groups
 from spt_nbdev.keys import key_of
 from spt_nbdev.onelayer import COPIED, drawn_apart, one_layer
@@ -20,6 +23,7 @@ from spt_nbdev.train import RunSpec, Training
 
 def started(spec: RunSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """The weights with which a run goes into its first step."""
+    spec = replace(spec, budget=replace(spec.budget, epochs=9))  # which no test finishes, and which doesn't change the start
     found = {}
 
     def look(self: Training, run: object) -> None:
@@ -55,7 +59,7 @@ def test_what_is_copied_is_the_pretrained_models_and_the_rest_is_not(condition: 
 @pytest.mark.parametrize("condition", FROZEN)
 @pytest.mark.parametrize("task", ["image", "listops", "retrieval"])
 def test_frozen_weights_do_not_change_by_a_bit_and_all_others_do(condition: str, task: str, store: Store) -> None:
-    spec = freezing("smoke", task)[condition, 0]
+    spec = freezing.freezing("smoke", task)[condition, 0]
     before, after = spec.untrained().state_dict(), run_spec(spec, store).weights()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if in_groups(name, FROZEN[condition])}
@@ -119,3 +123,49 @@ def test_reduced_settings_keep_the_papers_model() -> None:
         for profile in ("smoke", "laptop"):
             assert setting(task, profile).preset.model == setting(task, "paper").preset.model
             assert setting(task, profile).preset.pretrain.objective == setting(task, "paper").preset.pretrain.objective
+
+
+PAGES = {1: "10_replication", 2: "13_freezing", 3: "14_hybrid", 4: "15_one_layer", 5: "16_positions", 7: "11_duration", 8: "12_depth", 9: "15_one_layer"}
+
+
+def test_each_printed_number_has_its_place(site: Path) -> None:
+    """On the page of its table; those of Tables 10 and 11 too."""
+    pages = {name: (site / f"{name}.html").read_text() for name in {*PAGES.values(), "17_displacement"}}
+    for p in all_printed().values():
+        assert p.table == 6 or str(p) in pages[PAGES[p.table]], p
+    for task in ("image", "pathfinder"):
+        for value in displacements(task).select_dtypes("number").drop(columns="block").to_numpy().ravel():
+            assert value != value or f"{value:.2f}" in pages["17_displacement"], (task, value)
+
+
+def test_what_is_asked_can_be_answered() -> None:
+    """Each claim on the arena compares two conditions that its page has, on each task, at each scale."""
+    pages = [(replication, replication.replication), (duration, duration.duration), (depth, depth.depth), (freezing, freezing.freezing)]
+    pages += [(hybrid, hybrid.hybrids), (onelayer, onelayer.one_layer), (schemes, schemes.schemes)]
+    asked = {claim.text for claim in arena()}
+    for module, runs in pages:
+        for profile in ("smoke", "laptop", "paper"):
+            conditions = {c for c, _ in runs(profile, "image")}
+            for finding in module.FINDINGS:
+                assert {finding.better, finding.baseline} <= conditions, finding
+                assert finding.text in asked
+                assert finding.in_print("image") is not None or finding.baseline.startswith("MLP")
+
+
+def test_pretraining_on_the_other_task_fits_and_is_what_is_copied(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for task, other in (("image", "pathfinder"), ("pathfinder", "image")):
+        spec = depth.depth("smoke", task)["SPT on the other task, 2 layers", 0]
+        assert spec.init.source.task == setting(other, "smoke").preset.task
+        given = run_spec(spec.init.source, store).weights()
+        for name, weight in started(spec, store, monkeypatch).items():
+            if name.startswith("encoder."):
+                assert torch.equal(weight, given[name][:, : weight.shape[1]] if name == "encoder.embed.weight" else given[name]), name
+
+
+@pytest.mark.parametrize("condition", [c for c in hybrid.PARTLY if hybrid.PARTLY[c]])
+def test_hybrids_get_their_parts_in_every_layer(condition: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = hybrid.hybrids("smoke", "image")[condition, 0]
+    fresh = spec.untrained().state_dict()
+    same = {name for name, weight in started(spec, store, monkeypatch).items() if torch.equal(weight, fresh[name])}
+    assert same == {name for name in fresh if not in_groups(name, hybrid.PARTLY[condition])}
+    assert {name.split(".")[2] for name in fresh if name.startswith("encoder.blocks.") and name not in same} == {"0", "1", "2"}
