@@ -91,7 +91,7 @@ def laptop_setting(
     if name == "pathfinder":
         return Setting(less_training(replace(p, task=PathFinderTask(16, 40_000, 5000, 5000)), (3, 1e-3), (4, 1e-3), eval_every=2), (0,))
     model = replace(p.model, d_model=128, n_layers=min(2, p.model.n_layers), n_heads=4, d_ff=256)
-    task = named_task({"retrieval": "reviewpairs"}.get(name, name), "laptop")
+    task = named_task(name, "laptop")
     return Setting(less_training(replace(p, task=task, model=model), (2, 1e-3), (3, 5e-4)), (0,))
 
 
@@ -121,6 +121,8 @@ def setting(
     "How a task is run at a profile; what isn't there is a `ValueError`."
     if name not in get_args(AblationTask):
         raise ValueError(f"there is no ablation on {name!r}; choose one of {', '.join(get_args(AblationTask))}")
+    if profile not in get_args(Profile):
+        raise ValueError(f"there is no profile {profile!r}; choose one of {', '.join(get_args(Profile))}")
     depth = n_layers or preset(name).model.n_layers
     if profile == "paper":
         found = Setting(preset(name), (0, 1, 2, 3, 4) if name in ("image", "pathfinder") else (0,))

@@ -35,5 +35,10 @@ def planned_runs(
     tasks = ("image",) if profile == "laptop" else get_args(AblationTask)
     return [run for task in tasks for run in freezing(profile, task).values()]
 
-# %% ../nbs/13_freezing.ipynb #ecd7b323
-FINDINGS = (Finding("frozen attention loses at most 0.01", 2, "attention frozen", "scratch", -0.01),)
+# %% ../nbs/13_freezing.ipynb #d80694a4
+FINDINGS = (
+    Finding("with attention frozen, at most 0.01 is lost", 2, "attention frozen", "scratch", ("image", "listops", "retrieval", "text"), -0.01),
+    Finding("freezing attention helps", 2, "attention frozen", "scratch", ("image",)),
+    Finding("with attention frozen, PathFinder isn't learnt: at least 0.1 is lost", 2, "scratch", "attention frozen", ("pathfinder",), 0.1),
+    Finding("freezing the MLPs as well costs accuracy", 2, "scratch", "attention and MLP frozen", ("image", "pathfinder", "listops", "retrieval")),
+)

@@ -74,9 +74,9 @@ TABLES: dict[int, str] = {
         text       | 0.65          | 0.65 (+0.00)           | 0.66 (+0.01)
     """,
     3: """
-        task       | scratch       | SPT           | attention     | attention + norm | attention + embed | attention + norm + embed | MLP  | MLP + norm + embed
-        image      | 0.503 ± 0.002 | 0.721 ± 0.012 | 0.532 ± 0.004 | 0.515 ± 0.024    | 0.578 ± 0.009     | 0.714 ± 0.002            | lost | lost
-        pathfinder | 0.672 ± 0.003 | 0.850 ± 0.004 | 0.686 ± 0.005 | 0.677 ± 0.007    | 0.709 ± 0.009     | 0.781 ± 0.008            | lost | lost
+        task       | scratch       | SPT           | attention     | attention + norm | attention + embed | attention + norm + embed | attention + MLP | MLP  | MLP + norm + embed
+        image      | 0.503 ± 0.002 | 0.721 ± 0.012 | 0.532 ± 0.004 | 0.515 ± 0.024    | 0.578 ± 0.009     | 0.714 ± 0.002            | lost            | lost | lost
+        pathfinder | 0.672 ± 0.003 | 0.850 ± 0.004 | 0.686 ± 0.005 | 0.677 ± 0.007    | 0.709 ± 0.009     | 0.781 ± 0.008            | lost            | lost | lost
     """,
     4: """
         task       | scratch       | SPT                   | QK                    | all but QK

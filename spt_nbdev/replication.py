@@ -34,5 +34,5 @@ def planned_runs(
     tasks = ("image", "listops", "text") if profile == "laptop" else get_args(AblationTask)
     return [run for task in tasks for run in replication(profile, task).values()]
 
-# %% ../nbs/10_replication.ipynb #e8ceb235
-FINDINGS = (Finding("SPT helps", 1, "SPT", "scratch"),)
+# %% ../nbs/10_replication.ipynb #bf745fb3
+FINDINGS = (Finding("SPT helps", 1, "SPT", "scratch", get_args(AblationTask)),)

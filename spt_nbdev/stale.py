@@ -76,6 +76,7 @@ def unexported(
     if not module.is_file():
         return False
     text = re.sub(r"(?m)^( *)from \.(?=\w)", rf"\1from {PACKAGE}.", module.read_text(encoding="utf-8"))
+    text = re.sub(r"(?m)^( *)from \. import", rf"\1from {PACKAGE} import", text)
     for cell in cells:
         if "#| export" in cell.splitlines()[:3]:
             code = "\n".join(line for line in cell.splitlines() if not line.startswith("#|")).strip("\n")

@@ -41,6 +41,13 @@ class Gain:
             return "undecided"
         return "holds" if self.low > size else "does not hold" if self.high < size else "undecided"
 
+    def says(
+        self,
+        size: float = 0.0,  # negative for a loss that is allowed
+    ) -> str:
+        "The verdict on a claim: that there is a gain, or one of more than a size."
+        return self.effect if size == 0 else self.at_least(size)
+
     def covers(self, value: float) -> bool:
         "Whether a value, such as the paper's gain, lies in the interval."
         return self.low <= value <= self.high

@@ -1,14 +1,16 @@
 """Ablations: what is copied, what is frozen, and what is measured."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from spt_nbdev import depth, duration, freezing, hybrid, onelayer, replication, schemes
 from spt_nbdev.ablate import setting
-from spt_nbdev.claims import arena
+from spt_nbdev.claims import all_claims
 from spt_nbdev.displace import MEASURED, Displacement
 from spt_nbdev.displacement import displacement
 from spt_nbdev.freezing import FROZEN
@@ -19,6 +21,16 @@ from spt_nbdev.paper import all_printed, displacements
 from spt_nbdev.records import Store
 from spt_nbdev.runs import run_spec
 from spt_nbdev.train import RunSpec, Training
+
+PAGES_ASKED = [
+    (replication, replication.replication),
+    (duration, duration.duration),
+    (depth, depth.depth),
+    (freezing, freezing.freezing),
+    (hybrid, hybrid.hybrids),
+    (onelayer, onelayer.one_layer),
+    (schemes, schemes.schemes),
+]
 
 
 def started(spec: RunSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
@@ -66,10 +78,13 @@ def test_frozen_weights_do_not_change_by_a_bit_and_all_others_do(condition: str,
 
 
 def test_conditions_are_the_papers() -> None:
-    """Each condition of Tables 2, 4 and 9 is run, and none that they don't have."""
-    in_paper = {table: {p.condition for p in all_printed().values() if p.table == table} for table in (2, 4, 9)}
-    assert in_paper[2] == set(FROZEN)
+    """Each condition of each table is run, and none that it doesn't have, but what is quoted in it."""
+    in_paper = {table: {p.condition for p in all_printed().values() if p.table == table} for table in range(1, 10)}
     assert in_paper[4] | in_paper[9] == set(COPIED)
+    run = {table: {c for c, _ in runs("paper", "image")} for table, runs in zip((1, 7, 8, 2, 3), (runs for _, runs in PAGES_ASKED[:5]), strict=True)}
+    run[5] = {c for c, _ in schemes.schemes("paper", "image")}
+    for table, conditions in run.items():
+        assert conditions == in_paper[table] - {"SPT (Amos et al.)"}, table
     for task in ("image", "pathfinder"):
         runs = one_layer("paper", task)
         assert {c for c, seed in runs if seed == 4} == in_paper[4]
@@ -138,18 +153,16 @@ def test_each_printed_number_has_its_place(site: Path) -> None:
             assert value != value or f"{value:.2f}" in pages["17_displacement"], (task, value)
 
 
-def test_what_is_asked_can_be_answered() -> None:
-    """Each claim on the arena compares two conditions that its page has, on each task, at each scale."""
-    pages = [(replication, replication.replication), (duration, duration.duration), (depth, depth.depth), (freezing, freezing.freezing)]
-    pages += [(hybrid, hybrid.hybrids), (onelayer, onelayer.one_layer), (schemes, schemes.schemes)]
-    asked = {claim.text for claim in arena()}
-    for module, runs in pages:
-        for profile in ("smoke", "laptop", "paper"):
-            conditions = {c for c, _ in runs(profile, "image")}
-            for finding in module.FINDINGS:
-                assert {finding.better, finding.baseline} <= conditions, finding
-                assert finding.text in asked
-                assert finding.in_print("image") is not None or finding.baseline.startswith("MLP")
+@pytest.mark.parametrize(("page", "runs"), PAGES_ASKED)
+def test_what_is_asked_is_what_the_paper_finds(page: ModuleType, runs: Callable[..., dict]) -> None:
+    """On each task of a finding the paper's numbers show it, both conditions are run at the paper's scale, and the claims list it."""
+    listed = {(claim.text, claim.on) for claim in all_claims()}
+    for finding in page.FINDINGS:
+        for task in finding.tasks:
+            in_print = finding.in_print(task)
+            assert in_print > finding.size if in_print is not None else finding.table == 3, (finding, task)
+            assert {finding.better, finding.baseline} <= {c for c, _ in runs("paper", task)}, finding
+            assert (finding.text, task) in listed
 
 
 def test_pretraining_on_the_other_task_fits_and_is_what_is_copied(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +179,10 @@ def test_pretraining_on_the_other_task_fits_and_is_what_is_copied(store: Store, 
 def test_hybrids_get_their_parts_in_every_layer(condition: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = hybrid.hybrids("smoke", "image")[condition, 0]
     fresh = spec.untrained().state_dict()
-    same = {name for name, weight in started(spec, store, monkeypatch).items() if torch.equal(weight, fresh[name])}
+    began = started(spec, store, monkeypatch)
+    same = {name for name, weight in began.items() if torch.equal(weight, fresh[name])}
     assert same == {name for name in fresh if not in_groups(name, hybrid.PARTLY[condition])}
+    given = run_spec(spec.init.source, store).weights()
+    for name in fresh.keys() - same:
+        assert torch.equal(began[name], given[name][:, : began[name].shape[1]] if name == "encoder.embed.weight" else given[name]), name
     assert {name.split(".")[2] for name in fresh if name.startswith("encoder.blocks.") and name not in same} == {"0", "1", "2"}
