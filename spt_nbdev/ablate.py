@@ -11,10 +11,13 @@ from typing import Any, Literal, get_args
 
 from .groups import Group
 from .images import CIFARTask, DigitsTask
+from .listops import ListOpsTask
+from .pairs import CharacterPairsTask
 from .params import Profile, check_fields
 from .pathfinder import PathFinderTask
 from .presets import Preset, Recipe, preset
 from .tasks import named_task
+from .text import CharactersTask
 from .train import Budget, Init, Optimiser, RunSpec
 
 # %% ../nbs/08_ablate.ipynb #e4395f1a
@@ -97,10 +100,10 @@ def laptop_setting(
 
 SMOKE_TASKS = {
     "image": DigitsTask(n_train=320, n_val=100, n_test=100),
-    "pathfinder": PathFinderTask(16, 32, 32, 32),
-    "listops": named_task("listops"),
-    "text": named_task("characters"),
-    "retrieval": named_task("characterpairs"),
+    "pathfinder": PathFinderTask(16, 64, 32, 32),
+    "listops": ListOpsTask(256, 64, 64, 10, 60),
+    "text": CharactersTask(64, 128, 64, 64),
+    "retrieval": CharacterPairsTask(64, 128, 64, 64),
 }
 
 

@@ -100,7 +100,7 @@ FAULTS = [
     (swap("Figure 1: ", ""), "figure fig-curves without a caption"),
     (swap(' alt="Two panels', ' alt="" data-x="'), "a picture without alt text"),
     (swap('id="tbl-results"', 'id="results"'), "a table without a label"),
-    (swap("Table 1: ", ""), "table tbl-printed without a caption"),
+    (swap("Table 1: What", "What"), "table tbl-printed without a caption"),
     (in_text("<figcaption>as in @amos2024</figcaption>"), "raw syntax '@amos2024'"),
     (in_text("<p>(<strong>amos2024?</strong>)</p>"), "raw syntax 'amos2024?'"),
     (in_text("<p>{{< include x >}}</p>"), "raw syntax '{{<'"),
