@@ -89,7 +89,7 @@ def laptop_setting(
     if name == "image":
         # One layer needs all images to show an effect; more layers take longer, and show it on fewer.
         if n_layers == 1:
-            return Setting(less_training(replace(p, task=CIFARTask(size=16)), (8, 2e-3), (8, 1e-3), eval_every=2), (0, 1, 2))
+            return Setting(less_training(replace(p, task=CIFARTask(size=16)), (6, 2e-3), (6, 1e-3), eval_every=2), (0, 1, 2))
         return Setting(less_training(replace(p, task=CIFARTask(size=16, n_train=20_000)), (4, 1e-3), (5, 1e-3)), (0, 1, 2))
     if name == "pathfinder":
         return Setting(less_training(replace(p, task=PathFinderTask(16, 40_000, 5000, 5000)), (3, 1e-3), (4, 1e-3), eval_every=2), (0,))

@@ -11,8 +11,8 @@ from .compare import Finding
 from .params import Profile
 from .train import RunSpec
 
-# %% ../nbs/11_duration.ipynb #34ef9639
-DURATIONS: dict[Profile, tuple[int, ...]] = {"smoke": (1, 2), "laptop": (1, 2, 4, 8), "paper": (1, 10, 50, 100, 150, 200)}  # epochs
+# %% ../nbs/11_duration.ipynb #3f753015
+DURATIONS: dict[Profile, tuple[int, ...]] = {"smoke": (1, 2), "laptop": (1, 4, 8), "paper": (1, 10, 50, 100, 150, 200)}  # epochs
 
 
 def duration(

@@ -17,6 +17,7 @@ from .presets import PresetName, preset
 from .records import Store
 
 # %% ../nbs/09_ledger.ipynb #2880f708
+#| code-fold: true
 class Why(NamedTuple):
     "What is known of a field in which text and code differ."
 
