@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (reproduce, plan):
         command.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="such as 18_ucr or 18; all by default")
     publish.add_argument("notebooks", nargs="+", metavar="NOTEBOOK", help="such as 18_ucr or 18")
+    publish.add_argument("--partial", action="store_true", help="publish what is finished, though other runs of the page are not")
     why.add_argument("what", metavar="KEY|NOTEBOOK", help="the first digits of a run's key, or a notebook")
     for command in (reproduce, plan, publish):
         command.add_argument(
@@ -247,7 +248,7 @@ def publish_runs(
             raise ParameterError(f"{path.stem} exports no function planned_runs, so there is nothing to publish")
         if say_unexported([path]):
             return 1
-        added, removed = publish(store, specs)
+        added, removed = publish(store, specs, args.partial)
         say(console, f"{path.stem}: {len(specs)} runs, {added} records added to results/, {removed} older ones removed")
     return 0
 

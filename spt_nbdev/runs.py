@@ -302,12 +302,16 @@ def verify(
 # %% ../nbs/00_runs.ipynb #ad30cf02
 def publish(
     store: Store,
-    specs: Sequence[Any],  # all of them finished in this store
+    specs: Sequence[Any],  # all of them finished in this store, unless partial
+    partial: bool = False,  # leave out those that aren't finished
 ) -> tuple[int, int]:  # number of records added and removed
     "Copy records to the published layer, with weights if their spec has a true `publishes_weights`; a run that isn't finished is a `RecordError`, and then nothing is copied."
     records = {key_of(s): store.find(key_of(s)) for s in specs}
-    if missing := [label_of(s) for s in specs if records[key_of(s)] is None]:
-        raise RecordError(f"{len(missing)} of {len(specs)} runs are not finished, the first: {missing[0]}; reproduce the page first")
+    if (missing := [label_of(s) for s in specs if records[key_of(s)] is None]) and not partial:
+        raise RecordError(
+            f"{len(missing)} of {len(specs)} runs are not finished, the first: {missing[0]}; reproduce the page first, or publish the others with --partial"
+        )
+    records = {key: r for key, r in records.items() if r}
     asked = {digest(r.facts["spec"]) for r in records.values()}
     with_weights = {key_of(s) for s in specs if getattr(s, "publishes_weights", False)}
     old = {p.name: r.facts for p in store.published.glob("[!.]*") if (r := sound_record(p))}
