@@ -27,7 +27,7 @@ from .params import Profile
 from .records import Record, Store
 from .series import UCR
 from .theory import attention_along, double_centred, inner_products, label_loss, spt_loss, spt_slope
-from .toy import MAIN, TOY_SCALES, at_chosen, attention_findings, comparisons, portraits
+from .toy import ATTENTION_CLAIMS, MAIN, TOY_SCALES, at_chosen, attention_findings, comparisons, portraits
 from .ucr import final_scores, labelled_curves, table_6
 from .verdict import Gain, paired_gain
 
@@ -144,19 +144,12 @@ def toy() -> list[Claim]:
         return said
 
     gains = "05_toy.ipynb#does-pretraining-help-figure-4"
-    texts = (
-        "attention is near uniform before training",
-        "SPT brings a bias towards near steps",
-        "positions alone produce it",
-        "entries of W_Q and W_K stay distributed as before",
-        "their product gets a structure",
-    )
     return [
         *(
             Claim("Section 4.1", f"SPT helps at the best learning rates, {split} split", "toy", gains, f"about +{TOY_GAIN:.2f}", helps(split))
             for split in ("test", "train")
         ),
-        *(Claim("Section 4.1", text, "toy", "05_toy.ipynb#what-holds", "a figure", attention(i)) for i, text in enumerate(texts)),
+        *(Claim("Section 4.1", text, "toy", "05_toy.ipynb#what-holds", "a figure", attention(i)) for i, text in enumerate(ATTENTION_CLAIMS)),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 
 import pandas as pd
 
-from .compare import Finding, gain_text, stored
+from .compare import gain_between, gain_text, stored
 from .onelayer import drawn_apart, one_layer
 from .presets import PresetName, preset
 from .records import Store
@@ -57,7 +57,7 @@ def effect_of_start(
     rows = []
     for start, runs in {"tied, as the code": {where: tied[where] for where in apart}, "drawn apart": apart}.items():
         records = stored(runs, store)
-        gains = {c: Finding("", 4, c, "scratch", ("image",)).gain(records) for c in ("SPT", "QK")}
+        gains = {c: gain_between(records, c) for c in ("SPT", "QK")}
         rows.append({"start": start} | {f"gain of {c}": f"{gain_text(g)}, n = {g.n}" if g else "not run" for c, g in gains.items()})
     return pd.DataFrame(rows)
 

@@ -9,7 +9,8 @@ __all__ = ['SCHEMES', 'FINDINGS', 'schemes', 'planned_runs', 'gain_over_schemes'
 from collections.abc import Mapping
 
 from .ablate import AblationTask, setting
-from .compare import Finding, scores
+from .compare import Finding, gain_between
+from .paper import printed
 from .params import Profile
 from .positions import Positions
 from .records import Record
@@ -55,13 +56,12 @@ def gain_over_schemes(
     records: Mapping[tuple[str, int], Record],  # by condition and seed
 ) -> Gain | None:  # None where no scheme has both
     "The gain of pretraining on the test split, one value a scheme: what the interval says is about the schemes, not about seeds."
-    test = scores(records).groupby("condition").test.mean() if records else {}
-    both = [scheme for scheme in SCHEMES if f"SPT, {scheme}" in test and f"scratch, {scheme}" in test]
-    return paired_gain([test[f"SPT, {s}"] for s in both], [test[f"scratch, {s}"] for s in both]) if both else None
+    gains = [g.mean for s in SCHEMES if (g := gain_between(records, f"SPT, {s}", f"scratch, {s}"))]
+    return paired_gain(gains, len(gains) * [0.0]) if gains else None
 
 
 def printed_gain_over_schemes(
     task: AblationTask,
 ) -> float:
     "The paper's mean gain."
-    return sum(Finding("", 5, f"SPT, {s}", f"scratch, {s}", (task,)).in_print(task) for s in SCHEMES) / len(SCHEMES)
+    return sum(printed(5, task, f"SPT, {s}").mean - printed(5, task, f"scratch, {s}").mean for s in SCHEMES) / len(SCHEMES)
