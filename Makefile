@@ -1,6 +1,7 @@
 # Everything from a bare clone; `make help` lists the targets.
 PYTHON  ?= python3.11
 PROFILE ?= smoke
+JOBS    ?= 2
 BIN     := .venv/bin
 READY   := .venv/ready
 SOURCES := $(wildcard nbs/* spt_nbdev/*.py results/*.json results/*/*) _quarto.yml references.bib
@@ -10,7 +11,7 @@ unexport IN_TEST
 .PHONY: help env site test lab bench sync clean
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Settings: PROFILE=smoke (the default), laptop or paper; PYTHON=python3.11"
+	@echo "Settings: PROFILE=smoke (the default), laptop or paper; JOBS=2, pages to run side by side; PYTHON=python3.11"
 
 env: $(READY)  ## make the environment in .venv
 $(READY): pyproject.toml constraints.txt
@@ -21,10 +22,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-site: build/site/$(PROFILE)/_site/index.html  ## run all notebooks at PROFILE and build the site
+site: build/site/$(PROFILE)/_site/index.html  ## run all notebooks at PROFILE and build the site; only at smoke are their runs trained, else they are shown as far as they are stored
 	@echo "The site is at $(abspath $<)"
 build/site/%/_site/index.html: $(READY) $(SOURCES)
-	$(BIN)/spt reproduce --profile $*
+	$(BIN)/spt reproduce --profile $* --jobs $(JOBS) $(if $(filter smoke,$*),,--stored)
 	$(BIN)/spt site --profile $*
 
 test: build/site/smoke/_site/index.html  ## run all notebooks with their checks, and all tests

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['Where', 'scores', 'ahead_of', 'span', 'Shown', 'stored', 'to_show', 'compares', 'gain_between', 'shown_of',
            'shown_tasks', 'beside_paper', 'papers_table', 'gain_text', 'Finding', 'findings_table', 'rests_on',
-           'not_run', 'what_is_shown']
+           'core_time', 'not_run', 'what_is_shown']
 
-# %% ../nbs/08_compare.ipynb #58040ffd
-from collections.abc import Callable, Hashable, Iterable, Mapping
+# %% ../nbs/08_compare.ipynb #d7245924
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -19,6 +19,7 @@ from .keys import key_of
 from .paper import printed
 from .params import Profile
 from .records import Record, Store, origin
+from .sweep import to_do
 from .train import RunSpec
 from .verdict import Gain, judge, paired_gain
 
@@ -45,7 +46,7 @@ def scores(
                 "highest": curves.test_acc.max(),
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["condition", "seed", "peak", "test", "last", "train", "highest"])
 
 
 def ahead_of(
@@ -89,7 +90,7 @@ class Shown:
         before = span((run.init.source.budget.epochs for run in self.runs.values() if run.init), "epoch")
         after = span((run.budget.epochs for run in self.runs.values()), "epoch")
         layers = span((run.model.n_layers for run in self.runs.values()), "layer")
-        there = "all" if len(self.records) == len(self.runs) else f"{len(self.records)} of"
+        there = "all" if len(self.records) == len(self.runs) else f"{len(self.records) or 'none'} of"
         return f"{self.task} at `{self.profile}` ({next(iter(self.runs.values())).task.label()}): {shape.n_train:,} training sequences of {shape.length:,} steps, {layers}, {before and f'{before} of pretraining and '}{after} on labels, {there} {len(self.runs)} runs"
 
     def has(self, condition: str) -> bool:
@@ -143,11 +144,11 @@ def shown_of(
     task: AblationTask,
     runs_at: Callable[[Profile], Mapping[tuple[str, int], RunSpec]],
     profile: Profile,
-    records: Mapping[Any, Record],  # what the page has just run, by spec
+    records: Mapping[Any, Record | None],  # what the page has just run, by spec; None if it wasn't stored and couldn't be
     store: Store,
 ) -> Shown:
     "What a page shows of one task: its own results, or stored ones of a larger scale."
-    at, runs, found = to_show(runs_at, profile, {where: records[run] for where, run in runs_at(profile).items() if run in records}, store, compares)
+    at, runs, found = to_show(runs_at, profile, {where: r for where, run in runs_at(profile).items() if (r := records.get(run))}, store, compares)
     return Shown(task, at, runs, found)
 
 
@@ -155,12 +156,12 @@ def shown_tasks(
     runs_of: Callable[[Profile, AblationTask], Mapping[tuple[str, int], RunSpec]],
     tasks: Iterable[AblationTask],
     profile: Profile,
-    records: Mapping[Any, Record],  # what the page has just run, by spec
+    records: Mapping[Any, Record | None],  # as above
     store: Store,
-) -> dict[AblationTask, Shown]:  # by task, without those of which there is nothing
+) -> dict[AblationTask, Shown]:  # by task, without those of which nothing is there and nothing was asked for
     "What a page shows of each of its tasks."
     found = {task: shown_of(task, lambda p, task=task: runs_of(p, task), profile, records, store) for task in tasks}
-    return {task: s for task, s in found.items() if s.records}
+    return {task: s for task, s in found.items() if s.records or any(run in records for run in s.runs.values())}
 
 # %% ../nbs/08_compare.ipynb #b2c7ab37
 def beside_paper(
@@ -172,14 +173,14 @@ def beside_paper(
     from spt_nbdev.page import mean_std
 
     rows, scored = [], shown.scores()
-    for condition in dict.fromkeys(scored.condition):
+    for condition in dict.fromkeys(c for c, _ in shown.runs):
         own = scored[scored.condition == condition]
         theirs = printed(*places[condition]) if condition in places else None
         row: dict[str, Any] = {"condition": condition, "paper, peak": str(theirs) if theirs else "not printed"}
-        row |= {f"ours, {name}": mean_std(own[measure]) for name, measure in (("peak", "peak"), ("test", "test"), ("train", "train"))}
+        row |= {f"ours, {measure}": mean_std(own[measure]) if len(own) else "not run" for measure in ("peak", "test", "train")}
         gain = gain_between(shown.records, condition, baseline)
         row |= {"gain on test": gain_text(gain) if gain else "", "verdict": gain.effect if gain else ""}
-        rows.append(row | {"the paper's number?": judge(own.peak.to_list(), theirs, shown.profile) if theirs else "", "seeds": str(len(own))})
+        rows.append(row | {"the paper's number?": judge(own.peak.to_list(), theirs, shown.profile) if theirs and len(own) else "", "seeds": str(len(own))})
     return pd.DataFrame(rows)
 
 
@@ -263,18 +264,49 @@ def rests_on(
 
     shown = list(shown)
     every = {r.key: r for records in (*(s.records for s in shown), *more) for r in records.values()}
-    return provenance({"runs": "; ".join(s.extent() for s in shown), **origin(list(every.values()))})
+    return provenance({"runs": "; ".join(s.extent() for s in shown), **(origin(list(every.values())) if every else {})})
+
+
+def core_time(
+    specs: Iterable[Any],  # runs to make
+    made: Mapping[Any, Record],  # runs that are stored, by spec
+) -> str:  # empty if none with a cost is stored
+    "What some runs will take, at the pace of others."
+    paid = [(spec.flops(), record.facts["wall time in s"]) for spec, record in made.items() if hasattr(spec, "flops")]
+    if not paid:
+        return ""
+    hours = sum(s.flops() for s in specs if hasattr(s, "flops")) * sum(s for _, s in paid) / sum(f for f, _ in paid) / 3600
+    return (
+        f", at the pace of the stored ones about {hours:.0f} hours one at a time"
+        if hours > 1.5
+        else f", at the pace of the stored ones about {60 * hours:.0f} minutes one at a time"
+    )
 
 
 def not_run(
+    page: str,  # name of a notebook
+    planned_runs: Callable[[Profile], Sequence[Any]],  # the page's
     tasks: Iterable[AblationTask],
     shown: Mapping[AblationTask, Shown],
+    profile: Profile,
+    store: Store,
 ) -> Any:  # Markdown
-    "The tasks of which nothing is there but a smoke run."
+    "What isn't there of a page's runs, what it costs, and the command for it; those of laptop, if the page was run at smoke."
     from IPython.display import Markdown
 
-    missing = [task for task in tasks if task not in shown or shown[task].profile == "smoke"]
-    return Markdown(f"Not run yet at a scale that says anything: {', '.join(missing)}." if missing else "")
+    at: Profile = "laptop" if profile == "smoke" else profile
+    planned = list(dict.fromkeys(planned_runs(at)))
+    missing, made = to_do(planned, store), {run: r for run in planned if (r := store.find(key_of(run)))}
+    lines = []
+    if missing:
+        cost = f"{sum(s.flops() for s in missing if hasattr(s, 'flops')) / 1e15:,.2g} PFLOP{core_time(missing, made)}"
+        command = f"`.venv/bin/spt reproduce {page} --profile {at}` makes them; it can be stopped, and goes on where it was."
+        lines.append(
+            f"**Not run yet:** {len(planned) - len(made)} of the {len(planned)} runs that this page has at `{at}`; with what they start from, {cost}. {command}"
+        )
+    if nothing := [task for task in tasks if task not in shown or shown[task].profile == "smoke" or not shown[task].records]:
+        lines.append(f"Nothing is stored at a scale that says anything of {', '.join(nothing)}.")
+    return Markdown("\n\n".join(lines))
 
 
 def what_is_shown(

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -180,6 +180,7 @@ class Outcome:
     page: Path  # the executed notebook, in the place for good or for failed ones
     seconds: float
     error: str | None = None  # the cell and the cause
+    records: Mapping[str, str] = field(default_factory=dict)  # those that it asked for: key to digest
 
 
 def execute(
@@ -250,9 +251,10 @@ def run_notebook(
         except BaseException:  # it was stopped
             shutil.rmtree(draft.parent, ignore_errors=True)
             raise
+        records = asked()
         if error is None and inputs is not None:
             nb = nbformat.read(draft, as_version=4)
-            nb.metadata["spt_nbdev"] = {**inputs, "records": asked()}
+            nb.metadata["spt_nbdev"] = {**inputs, "records": records}
             nbformat.write(nb, draft)
     if not draft.exists():  # it failed before papermill wrote anything
         shutil.copy(path, draft)
@@ -262,4 +264,4 @@ def run_notebook(
     page.parent.mkdir(parents=True, exist_ok=True)
     os.replace(draft, page)
     shutil.rmtree(draft.parent)
-    return Outcome(path, page, time.perf_counter() - start, error)
+    return Outcome(path, page, time.perf_counter() - start, error, records)

@@ -17,6 +17,7 @@ from typing import Any
 
 from .code import PACKAGE, notebook_code
 from .records import Store
+from .sweep import only_stored
 
 # %% ../nbs/20_stale.ipynb #ebfe40c3
 LIBRARIES = ("torch", "numpy", "scipy", "pandas", "matplotlib", "seaborn")
@@ -34,6 +35,7 @@ def page_inputs(
     return {
         "cells": digests | {"order": "".join(c["cell_type"][0] for c in cells)},
         "parameters": dict(parameters),
+        "only stored": only_stored(),
         "code": notebook_code(sources["code"]),
         "versions": {"python": python_version(), **{name: metadata.version(name) for name in LIBRARIES}},
         "files": {p.name: sha256(p.read_bytes()).hexdigest()[:16] for p in beside if p.exists()},
@@ -63,6 +65,8 @@ def why_stale(
             reasons.append(f"{what} {changed[0]} changed" + (f", and {len(changed) - 1} more" if len(changed) > 1 else ""))
     if changed := [k for k, digest in old["records"].items() if store.digest_of(k) != digest]:
         reasons.append(f"{len(changed)} of the {len(old['records'])} records that it asked for are new, gone or changed")
+    if old.get("only stored") and not inputs["only stored"] and "-" in old["records"].values():
+        reasons.append("it was made without training, and not all of its runs were stored")
     return "; ".join(reasons) or None
 
 # %% ../nbs/20_stale.ipynb #5c9aad8f

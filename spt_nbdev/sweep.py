@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MEMORY', 'KILLED', 'BLOCKED', 'LOOK', 'LOOKS', 'to_do', 'whole_from_environment', 'seconds_from_environment',
            'n_workers', 'local_client', 'end_with', 'on_worker', 'SweepError', 'failure', 'serially', 'without_workers',
-           'one_round', 'on_cluster', 'cluster_for', 'sweep']
+           'one_round', 'on_cluster', 'cluster_for', 'sweep', 'only_stored', 'run_or_find']
 
 # %% ../nbs/00_sweep.ipynb #85361d0b
 import logging
@@ -278,6 +278,8 @@ def sweep(
     store = store or Store()
     every = seconds_from_environment() if checkpoint_every is None else checkpoint_every
     missing = to_do(specs, store)
+    if missing and only_stored() and store.root == Store().root:
+        raise SweepError(f"{len(missing)} runs aren't stored, the first: {label_of(missing[0])}; without SPT_STORED=1, or without --stored, they are trained")
     if missing:
         # A worker can't see the code of a notebook's cell, so what is defined there stays here.
         n_apart = 0 if any(type(p).__module__ == "__main__" for s in missing for p in parts(s)) else len(missing)
@@ -290,3 +292,16 @@ def sweep(
     if absent := [s for s in specs if records[key_of(s)] is None]:
         raise SweepError(f"{len(absent)} runs were trained, but are not in {store.root}, the first: {label_of(absent[0])}; do all workers share that folder?")
     return [records[key_of(s)] for s in specs]
+
+
+def only_stored() -> bool:
+    "Whether SPT_STORED=1 forbids to train."
+    return os.environ.get("SPT_STORED") == "1"
+
+
+def run_or_find(
+    specs: Sequence[Any],  # the runs of a page
+) -> dict[Any, Record | None]:  # by spec; None for one that isn't stored, if training is forbidden
+    "The records of a page's runs."
+    store = Store()
+    return dict(zip(specs, map(store.find, map(key_of, specs)) if only_stored() else sweep(specs), strict=True))

@@ -82,18 +82,18 @@ def log_size(store: Store) -> int:
 class Watch:
     "Shows the cell that a page is at, and the runs in progress, for as long as its context lasts."
 
-    def __init__(self, console: Console, store: Store, title: str) -> None:
+    def __init__(self, console: Console, store: Store) -> None:
         self.store = store
         self.lines: dict[str, TaskID] = {}
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TextColumn("{task.fields[line]}", markup=False))
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.page = self.progress.add_task(title, total=None, line="")
+        self.page = self.progress.add_task("", total=None, line="")
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
 
-    def on_cell(self, index: int, n: int) -> None:
-        "Say which cell the page is at."
-        self.progress.update(self.page, completed=index, total=n, line=f"cell {index + 1} of {n}")
+    def at(self, title: str, index: int, n: int, what: str = "cell") -> None:
+        "Say how far a page is, or a set of pages."
+        self.progress.update(self.page, description=title, completed=index, total=n, line=f"{what} {index + 1} of {n}")
 
     def refresh(self) -> None:
         "Draw one line for each run in progress."

@@ -69,14 +69,16 @@ def test_only_what_changed_is_run_and_only_what_is_new_is_trained(project: Path)
     assert "trained" not in spt(project, "reproduce", "--force", "10")
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_command_that_is_stopped_leaves_nobody_at_work(project: Path, how: int) -> None:
+def test_a_command_that_is_stopped_leaves_nobody_at_work(project: Path, how: int, jobs: int) -> None:
     (project / "nbs/01_shows.ipynb").unlink()
     write(
         project / "nbs/10_trains.ipynb", "from tiny import scratch\n\nfrom spt_nbdev.sweep import sweep\n\nsweep([scratch(100_000, seed=s) for s in range(2)])"
     )
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "SPT_WORKERS": "2", "SPT_CHECKPOINT_EVERY": "0.2"}
-    command = subprocess.Popen([Path(sys.executable).parent / "spt", "reproduce"], cwd=project, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = {**os.environ, "PYTHONPATH": str(TESTS), "SPT_WORKERS": str(2 * jobs), "SPT_CHECKPOINT_EVERY": "0.2"}
+    words = [Path(sys.executable).parent / "spt", "reproduce", "--jobs", str(jobs)]
+    command = subprocess.Popen(words, cwd=project, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store = Store(project / "runs")
     while len(list(store.root.glob(".work/*/checkpoint"))) < 2:
         assert command.poll() is None
@@ -88,6 +90,7 @@ def test_a_command_that_is_stopped_leaves_nobody_at_work(project: Path, how: int
             break
         time.sleep(0.1)
     assert running(store) == [] and len(list(store.root.glob(".work/*/checkpoint"))) == 2
+    assert how == signal.SIGKILL or not list(project.glob("build/drafts/*"))
 
 
 def test_a_page_that_failed_is_not_taken_for_up_to_date(project: Path) -> None:
