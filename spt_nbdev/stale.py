@@ -65,7 +65,7 @@ def why_stale(
             reasons.append(f"{what} {changed[0]} changed" + (f", and {len(changed) - 1} more" if len(changed) > 1 else ""))
     if changed := [k for k, digest in old["records"].items() if store.digest_of(k) != digest]:
         reasons.append(f"{len(changed)} of the {len(old['records'])} records that it asked for are new, gone or changed")
-    if old.get("only stored") and not inputs["only stored"] and "-" in old["records"].values():
+    elif old.get("only stored") and not inputs["only stored"] and "-" in old["records"].values():
         reasons.append("it was made without training, and not all of its runs were stored")
     return "; ".join(reasons) or None
 
