@@ -37,10 +37,11 @@ lab: $(READY)  ## open JupyterLab; ARGS goes to it
 bench: $(READY)  ## measure the speed on this machine; ARGS goes to it
 	$(BIN)/python -m spt_nbdev.bench $(ARGS)
 
-sync: $(READY)  ## format and clean the notebooks, and export the package
+sync: $(READY)  ## format and clean the notebooks, export the package, and write the README's table
 	$(BIN)/ruff format --quiet
 	$(BIN)/nbdev_clean
 	$(BIN)/nbdev_export
+	$(BIN)/python -c 'from spt_nbdev.summary import write_readme; write_readme()'
 
 clean:  ## remove executed notebooks and sites, but not the environment and not the runs
 	rm -rf build

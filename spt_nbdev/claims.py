@@ -224,7 +224,6 @@ def all_claims() -> list[Claim]:
 
 def claims_table(
     store: Store,
-    complete: bool = True,  # with the tasks on which nothing was run; else one line stands for a claim that wasn't run at all
 ) -> pd.DataFrame:  # texts, one row a claim and task
     "What the paper claims, and what is found."
     rows: list[dict[str, str]] = []
@@ -232,11 +231,4 @@ def claims_table(
         found = {title: claim.asked(p, store) for p, title in (("laptop", "ours, laptop"), ("paper", "ours, paper's budget"))}
         row = {"in the paper": claim.where, "claim": f"[{claim.text}]({claim.page})", "on": claim.on, "paper": claim.in_print}
         rows.append(row | {title: f"**{it[1]}**: {it[0]}" if it else "not run" for title, it in found.items()})
-    table = pd.DataFrame(rows)
-    if complete:
-        return table
-    short = []
-    for _, of_claim in table.groupby("claim", sort=False):
-        ran = of_claim[(of_claim.iloc[:, 4:] != "not run").any(axis=1)]
-        short.append(ran if len(ran) else of_claim.iloc[:1].assign(on=", ".join(of_claim.on), paper=", ".join(of_claim.paper)))
-    return pd.concat(short, ignore_index=True)
+    return pd.DataFrame(rows)

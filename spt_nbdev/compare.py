@@ -299,7 +299,8 @@ def not_run(
     missing, made = to_do(planned, store), {run: r for run in planned if (r := store.find(key_of(run)))}
     lines = []
     if missing:
-        cost = f"{sum(s.flops() for s in missing if hasattr(s, 'flops')) / 1e15:,.2g} PFLOP{core_time(missing, made)}"
+        work = sum(s.flops() for s in missing if hasattr(s, "flops")) / 1e15
+        cost = f"{work:,.0f} PFLOP{core_time(missing, made)}" if work >= 10 else f"{work:.2g} PFLOP{core_time(missing, made)}"
         command = f"`.venv/bin/spt reproduce {page} --profile {at}` makes them; it can be stopped, and goes on where it was."
         lines.append(
             f"**Not run yet:** {len(planned) - len(made)} of the {len(planned)} runs that this page has at `{at}`; with what they start from, {cost}. {command}"

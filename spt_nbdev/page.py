@@ -43,11 +43,11 @@ def plain_log(
 # %% ../nbs/00_page.ipynb #52bc8db8
 def markdown_table(
     frame: pd.DataFrame,  # one row a line; text is taken as Markdown
-) -> Markdown:  # numbers to the right, text to the left; a sentence if there is no line
+) -> Markdown:  # numbers to the right, text to the left; if there is no line, one that says so
     "Show a data frame as a Markdown table, without its index."
 
     if frame.empty:
-        return Markdown("Nothing is stored at this scale.")
+        return Markdown("| result |\n| :-- |\n| nothing is stored at this scale |")
 
     def cell(value: object) -> str:
         text = f"{value:.3f}" if isinstance(value, float) else str(value)

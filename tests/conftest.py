@@ -1,4 +1,4 @@
-"""What the tests share: the checkout and the rendered smoke site."""
+"""What the tests share: the checkout and the rendered site, that of smoke unless `--profile` names another."""
 
 import os
 import sys
@@ -10,16 +10,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--profile", default="smoke", help="whose site is looked at")
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
-def site(root: Path) -> Path:
-    site = root / "build/site/smoke/_site"
+def site(root: Path, pytestconfig: pytest.Config) -> Path:
+    profile = pytestconfig.getoption("profile")
+    site = root / f"build/site/{profile}/_site"
     if not (site / "index.html").exists():
-        pytest.fail("there is no rendered site; `make site` builds it, and `make test` does so before the tests")
+        pytest.fail(f"there is no rendered site; `make site PROFILE={profile}` builds it, and `make test` does so for smoke before the tests")
     return site
 
 

@@ -1,4 +1,4 @@
-"""The smoke site in a real browser: headless Chromium, the system's own."""
+"""The site in a real browser: headless Chromium, the system's own."""
 
 import os
 import shutil
@@ -19,6 +19,8 @@ if not CHROMIUM and not os.environ.get("CI"):
 
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright
+
+DESKTOP = {"width": 1280, "height": 900}
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -45,7 +47,7 @@ def browser() -> Iterator[object]:
 
 @pytest.fixture
 def page(browser: object) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    context = browser.new_context(viewport=DESKTOP, color_scheme="light")
     page = context.new_page()
     page.complaints = []
     page.on(
@@ -70,11 +72,34 @@ def names(site: Path) -> list[str]:
     return sorted(p.name for p in site.glob("*.html"))
 
 
-def test_pages_load_with_an_empty_console(page: Page, address: str, site: Path) -> None:
+def axe_faults(page: Page) -> list[str]:
+    """The serious ones."""
+    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    return [f"{v['id']} ({v['impact']}): {v['nodes'][0]['html'][:160]}" for v in found if v["impact"] in ("serious", "critical")]
+
+
+def test_pages_load_quietly_are_accessible_and_fit_a_phone(page: Page, address: str, site: Path) -> None:
+    faults = []
     for name in names(site):
+        page.set_viewport_size(DESKTOP)
         visit(page, f"{address}/{name}")
-        assert page.complaints == [], name
         assert page.locator("h1").first.is_visible(), name
+        faults += [f"{name}: {fault}" for fault in [*page.complaints, *axe_faults(page)]]
+        page.complaints.clear()
+        page.set_viewport_size({"width": 390, "height": 844})
+        if (width := page.evaluate("document.documentElement.scrollWidth")) > 391:
+            faults.append(f"{name} is {width} px wide on a screen of 390")
+    assert faults == []
+
+
+def test_the_dark_theme_is_accessible(browser: object, address: str, site: Path) -> None:
+    context = browser.new_context(viewport=DESKTOP, color_scheme="dark")
+    page, faults = context.new_page(), []
+    for name in names(site)[::4]:  # it differs in its colours only
+        visit(page, f"{address}/{name}")
+        faults += [f"{name}: {fault}" for fault in axe_faults(page)]
+    context.close()
+    assert faults == []
 
 
 def test_search_finds_a_word_and_leads_there(page: Page, address: str) -> None:
@@ -124,27 +149,3 @@ def test_a_folded_box_opens_by_keyboard(page: Page, address: str) -> None:
     page.keyboard.press("Space")
     body.wait_for(state="visible")
     assert "groups" in body.inner_text()
-
-
-def test_a_phone_shows_pages_without_sideways_scrolling(browser: object, address: str, site: Path) -> None:
-    context = browser.new_context(viewport={"width": 390, "height": 844})
-    page = context.new_page()
-    for name in names(site):
-        visit(page, f"{address}/{name}")
-        width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= 391, f"{name} is {width} px wide on a screen of 390"
-    context.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_serious_fault(browser: object, address: str, site: Path, scheme: str) -> None:
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
-    page = context.new_page()
-    faults = []
-    for name in names(site)[:: 1 if scheme == "light" else 4]:  # the dark theme differs in its colours only
-        visit(page, f"{address}/{name}")
-        for v in Axe().run(page).response["violations"]:
-            if v["impact"] in ("serious", "critical"):
-                faults.append(f"{name}: {v['id']} ({v['impact']}): {v['nodes'][0]['html'][:160]}")
-    context.close()
-    assert faults == []

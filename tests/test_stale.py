@@ -93,6 +93,26 @@ def test_a_command_that_is_stopped_leaves_nobody_at_work(project: Path, how: int
     assert how == signal.SIGKILL or not list(project.glob("build/drafts/*"))
 
 
+def test_a_page_of_what_is_stored_trains_nothing_and_is_made_again_by_a_command_that_trains(project: Path) -> None:
+    shown = TRAINS.replace("import sweep", "import run_or_find").replace("sweep([scratch(), finetuning()])", "run_or_find([scratch(), finetuning()]).values()")
+    write(project / "nbs/10_trains.ipynb", shown.replace("len(r.curves)", "r and len(r.curves)"))
+    page = project / "build/executed/smoke/10_trains.ipynb"
+
+    def said() -> list[str]:
+        return [o["text"] for c in nbformat.read(page, as_version=4).cells if c.cell_type == "code" for o in c.outputs]
+
+    spt(project, "reproduce", "--stored")
+    assert said() == ["None None\n"] and keys(project) == set()
+    assert "2 of 2 notebooks are up to date" in spt(project, "reproduce", "--stored")
+    assert spt(project, "why", "10_trains") == "10_trains: it was made without training, and not all of its runs were stored\n"
+    assert "3 runs trained" in spt(project, "reproduce") and said() == ["2 2\n"]
+    assert "2 of 2 notebooks are up to date" in spt(project, "reproduce", "--stored")
+    # A page that can't do without all of its runs says how to get them.
+    write(project / "nbs/10_trains.ipynb", TRAINS.replace("scratch()", "scratch(seed=9)"))
+    out = spt(project, "reproduce", "--stored", status=1)
+    assert "1 runs aren't stored" in out and "without --stored" in out
+
+
 def test_a_page_that_failed_is_not_taken_for_up_to_date(project: Path) -> None:
     write(project / "nbs/01_shows.ipynb", "1 / 0")
     assert "1 of 2 notebooks failed" in spt(project, "reproduce", status=1)

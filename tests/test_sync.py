@@ -10,6 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from spt_nbdev.summary import readme_table, with_table
+
 BIN = Path(sys.executable).parent
 
 
@@ -84,3 +86,8 @@ def test_code_is_formatted_and_lints(root: Path, command: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, f"run `make sync`:\n{done.stdout}"
+
+
+def test_the_readme_has_the_results_of_the_published_runs(root: Path) -> None:
+    readme = (root / "README.md").read_text()
+    assert with_table(readme, readme_table(root)) == readme, "run `make sync`"
