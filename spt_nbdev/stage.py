@@ -174,14 +174,14 @@ def folding(
     code: str,  # a code cell without its options
     name: str,  # the notebook's file
 ) -> Options:  # Quarto's options for folding the cell
-    "Fold imports on every page, and all code on the experiment pages, 05, 06 and 10 to 19, where a reader wants the result first."
+    "Fold imports on every page, and all code on the experiment pages, 05, 06 and 10 to 19, and on that of costs, where a reader wants the result first."
     try:
         statements = ast.parse(code).body
     except SyntaxError:  # a magic or a shell command
         statements = []
     if statements and all(isinstance(node, ast.Import | ast.ImportFrom) for node in statements):
         return {"code-fold": True, "code-summary": "Imports"}
-    return {"code-fold": True, "code-summary": "Code"} if re.match(r"(05|06|1\d)_", name) else {}
+    return {"code-fold": True, "code-summary": "Code"} if re.match(r"(05|06|1\d)_|25_costs", name) else {}
 
 
 def documentation(

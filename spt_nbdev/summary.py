@@ -127,7 +127,7 @@ def at_a_glance(
     for claim, it in found.items():
         if it:
             scale, (measured, verdict) = it
-            row = {"in the paper": claim.where, "claim": f"[{claim.text}]({claim.page})", "on": claim.on, "the paper": claim.in_print}
+            row = {"claim": f"{claim.where}: [{claim.text}]({claim.page})", "on": claim.on, "the paper": claim.in_print}
             rows.append(row | {"ours": measured, "verdict": f"**{verdict}**", "scale": scale})
     return pd.DataFrame(rows)
 
@@ -154,7 +154,7 @@ def readme_table(
     "The claims that were run, for the README."
     found = {claim: largest(claim, Store(root / "no-runs", root / "results")) for claim in all_claims()}
     table = at_a_glance(found)
-    table["claim"] = table["claim"].str.replace(r"\[(.*)\]\(.*\)", r"\1", regex=True)
+    table["claim"] = table["claim"].str.replace(r"\[(.*)\]\(.*\)", r"\1", regex=True)  # the site's pages aren't beside the README
     return f"{markdown_table(table).data}\n\nNot run yet: {sum(it is None for it in found.values())} of {len(found)} claims.\n"
 
 
