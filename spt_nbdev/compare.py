@@ -179,8 +179,10 @@ def beside_paper(
         row: dict[str, Any] = {"condition": condition, "paper, peak": str(theirs) if theirs else "not printed"}
         row |= {f"ours, {measure}": mean_std(own[measure]) if len(own) else "not run" for measure in ("peak", "test", "train")}
         gain = gain_between(shown.records, condition, baseline)
-        row |= {"gain on test": gain_text(gain) if gain else "", "verdict": gain.effect if gain else ""}
-        rows.append(row | {"the paper's number?": judge(own.peak.to_list(), theirs, shown.profile) if theirs and len(own) else "", "seeds": str(len(own))})
+        row |= {"gain on test": f"**{gain.effect}**: {gain_text(gain)}" if gain else ""}
+        if shown.profile == "paper":
+            row |= {"the paper's number?": judge(own.peak.to_list(), theirs, shown.profile) if theirs and len(own) else ""}
+        rows.append(row | {"seeds": str(len(own))})
     return pd.DataFrame(rows)
 
 
@@ -193,7 +195,7 @@ def papers_table(
     "Results and the paper's, task by task and condition by condition, for a table whose conditions are called as ours."
     conditions = tuple(conditions)
     parts = [beside_paper(s, {c: (table, task, c) for c in conditions}, baseline).assign(scale=s.profile) for task, s in shown.items()]
-    return pd.concat(parts, keys=shown, names=["task"]).reset_index("task")
+    return pd.concat(parts, keys=shown, names=["task"]).reset_index("task").fillna("")
 
 
 def gain_text(

@@ -89,7 +89,7 @@ def draw_by_task(
         y="test_acc",
         hue="condition",
         col="where",
-        col_wrap=3,
+        col_wrap=min(3, len({c["where"].iloc[0] for c in curves})),
         facet_kws={"sharex": False, "sharey": False},
         **style,
     )
