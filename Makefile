@@ -4,11 +4,10 @@ PROFILE ?= smoke
 JOBS    ?= 2
 BIN     := .venv/bin
 READY   := .venv/ready
-SOURCES := $(wildcard nbs/* spt_nbdev/*.py results/*.json results/*/*) _quarto.yml references.bib
 # nbdev exports nothing, and says nothing, while this is set.
 unexport IN_TEST
 
-.PHONY: help env site test lab bench sync clean
+.PHONY: help env site test lab bench sync clean always
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Settings: PROFILE=smoke (the default), laptop or paper; JOBS=2, pages to run side by side; PYTHON=python3.11"
@@ -24,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 
 site: build/site/$(PROFILE)/_site/index.html  ## run all notebooks at PROFILE and build the site; only at smoke are their runs trained, else they are shown as far as they are stored
 	@echo "The site is at $(abspath $<)"
-build/site/%/_site/index.html: $(READY) $(SOURCES)
+build/site/%/_site/index.html: $(READY) always  # what is up to date is found out by spt
 	$(BIN)/spt reproduce --profile $* --jobs $(JOBS) $(if $(filter smoke,$*),,--stored)
 	$(BIN)/spt site --profile $*
 

@@ -211,7 +211,8 @@ def theory() -> list[Claim]:
     def said(profile: Profile, store: Store) -> Said:
         of_labels, of_spt, predicted = proposition()
         holds = abs(of_labels) < 1e-12 and of_spt < 0 and abs(of_spt / predicted - 1) < 1e-10
-        return f"{of_labels:.0e} for labels, {of_spt:.3f} for reconstruction".replace("-", "−"), "holds" if holds else "does not hold"
+        labels = "0 up to rounding" if abs(of_labels) < 1e-12 else f"{of_labels:.0e}"
+        return f"{labels} for labels, {of_spt:.3f} for reconstruction".replace("-", "−"), "holds" if holds else "does not hold"
 
     text = "at uniform attention, labels can't see a doubly centred bias towards near steps, reconstruction can (slopes)"
     return [Claim("Proposition 1", text, "random data", "06_theory.ipynb#the-proposition", "0 and below 0", said)]

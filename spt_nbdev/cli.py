@@ -63,7 +63,13 @@ def parser() -> argparse.ArgumentParser:
     for command in (reproduce, plan, why, publish, data, site):
         command.add_argument("--profile", default="smoke", metavar="PROFILE", help=f"the scale of the runs: {', '.join(get_args(Profile))} (default: smoke)")
     reproduce.add_argument("--force", action="store_true", help="run the notebooks even if they are up to date; stored runs are still not trained again")
-    reproduce.add_argument("--jobs", type=int, default=1, metavar="N", help="pages to run side by side, which share the cores (default: 1)")
+    reproduce.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pages to run side by side, which share the cores (default: 1); with a GPU, pages that train go one after the other",
+    )
     reproduce.add_argument("--stored", action="store_true", help="train none of the pages' runs: show those that are stored, and say which are not")
     reproduce.add_argument("--scheduler", metavar="ADDRESS", help="train on the Dask cluster of this scheduler, such as tcp://10.0.0.1:8786")
     return p
@@ -106,6 +112,8 @@ def reproduce(
     console: Console,
 ) -> int:  # exit status
     "Check all parameters, then run the notebooks that need it; one that fails doesn't stop the others."
+    import torch
+
     from spt_nbdev.batch import bring_up_to_date, side_by_side
     from spt_nbdev.records import Store
     from spt_nbdev.sweep import n_workers, seconds_from_environment
@@ -120,27 +128,27 @@ def reproduce(
         raise ParameterError(f"--jobs {args.jobs} is not allowed: expected a whole number of at least 1")
     if args.stored:
         os.environ["SPT_STORED"] = "1"
-    workers = n_workers() // args.jobs
+    workers = n_workers()
     seconds_from_environment()  # a wrong setting is said before anything runs
-    if args.jobs > 1:  # each with its share
-        os.environ["SPT_WORKERS"] = str(max(1, workers))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.jobs)))
+    jobs = 1 if torch.cuda.is_available() and not args.stored else args.jobs  # GPUs can't be shared out among pages
+    if jobs > 1:  # each with its share
+        os.environ["SPT_WORKERS"] = str(max(1, workers // jobs))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     say_unexported(plan)
     variant = ",".join(f"{k}={v}" for k, v in args.parameter)
     pages = [(path, values, root / "build", args.profile, variant, args.force) for path, values in plan.items()]
     failed = skipped = 0
-    start, told = log_size(store), set[int]()
+    start = log_size(store)
     with Watch(console, store) as watch:
         one_by_one = (bring_up_to_date(*page, partial(watch.at, page[0].stem)) for page in pages)
-        for i, outcome in enumerate(side_by_side(pages, args.jobs) if args.jobs > 1 else one_by_one):
-            if args.jobs > 1:
+        for i, outcome in enumerate(side_by_side(pages, jobs) if jobs > 1 else one_by_one):
+            if jobs > 1:
                 watch.at("pages", i, len(pages), "done:")
             if outcome is None:
                 skipped += 1
                 continue
-            news = {n: e for n, e in enumerate(events(store, start)) if n not in told and e["key"] in outcome.records}
-            told |= news.keys()
-            failed += say_outcome(console, outcome, root, list(news.values()))
+            stem = outcome.notebook.stem  # workers elsewhere don't know for which page they work
+            failed += say_outcome(console, outcome, root, [e for e in events(store, start) if e.get("page", stem) == stem])
     if skipped:
         say(console, f"{skipped} of {len(plan)} notebooks are up to date and were not run again")
     if failed:
@@ -258,9 +266,10 @@ def publish_runs(
     console: Console,
 ) -> int:  # exit status
     "Copy the small part of the runs of some pages to results/."
-    from spt_nbdev.plan import page_runs, with_sources
+    from spt_nbdev.plan import page_runs
     from spt_nbdev.records import Store
     from spt_nbdev.runs import publish
+    from spt_nbdev.sweep import with_sources
 
     store = Store()
     for path, values in chosen(args).items():

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Where', 'scores', 'ahead_of', 'span', 'Shown', 'stored', 'to_show', 'compares', 'gain_between', 'shown_of',
-           'shown_tasks', 'beside_paper', 'papers_table', 'gain_text', 'Finding', 'findings_table', 'rests_on',
-           'core_time', 'not_run', 'what_is_shown']
+           'shown_tasks', 'beside_paper', 'papers_table', 'gain_text', 'Finding', 'findings_table', 'rests_on', 'work',
+           'pace', 'not_run', 'what_is_shown']
 
 # %% ../nbs/08_compare.ipynb #d7245924
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from .keys import key_of
 from .paper import printed
 from .params import Profile
 from .records import Record, Store, origin
-from .sweep import to_do
+from .sweep import to_do, with_sources
 from .train import RunSpec
 from .verdict import Gain, judge, paired_gain
 
@@ -269,20 +269,20 @@ def rests_on(
     return provenance({"runs": "; ".join(s.extent() for s in shown), **(origin(list(every.values())) if every else {})})
 
 
-def core_time(
-    specs: Iterable[Any],  # runs to make
-    made: Mapping[Any, Record],  # runs that are stored, by spec
-) -> str:  # empty if none with a cost is stored
-    "What some runs will take, at the pace of others."
-    paid = [(spec.flops(), record.facts["wall time in s"]) for spec, record in made.items() if hasattr(spec, "flops")]
-    if not paid:
-        return ""
-    hours = sum(s.flops() for s in specs if hasattr(s, "flops")) * sum(s for _, s in paid) / sum(f for f, _ in paid) / 3600
-    return (
-        f", at the pace of the stored ones about {hours:.0f} hours one at a time"
-        if hours > 1.5
-        else f", at the pace of the stored ones about {60 * hours:.0f} minutes one at a time"
-    )
+def work(
+    specs: Iterable[Any],  # runs
+) -> float:
+    "Floating point operations of some runs; what only looks at other runs has none."
+    return sum(spec.flops() for spec in specs if hasattr(spec, "flops"))
+
+
+def pace(
+    specs: Sequence[Any],  # runs
+    store: Store,
+) -> float | None:  # None if none of them is stored
+    "Operations per second of one core, of those of some runs that are stored, what they start from included."
+    made = [(spec.flops(), r.facts["wall time in s"]) for spec in with_sources(specs) if hasattr(spec, "flops") and (r := store.find(key_of(spec)))]
+    return sum(f for f, _ in made) / sum(s for _, s in made) if made else None
 
 
 def not_run(
@@ -298,14 +298,15 @@ def not_run(
 
     at: Profile = "laptop" if profile == "smoke" else profile
     planned = list(dict.fromkeys(planned_runs(at)))
-    missing, made = to_do(planned, store), {run: r for run in planned if (r := store.find(key_of(run)))}
+    missing, there = to_do(planned, store), sum(store.find(key_of(run)) is not None for run in planned)
     lines = []
     if missing:
-        work = sum(s.flops() for s in missing if hasattr(s, "flops")) / 1e15
-        cost = f"{work:,.0f} PFLOP{core_time(missing, made)}" if work >= 10 else f"{work:.2g} PFLOP{core_time(missing, made)}"
+        cost = f"{work(missing) / 1e15:,.2f} PFLOP"
+        if speed := pace(planned, store):
+            cost += f", or {work(missing) / speed / 3600:.1f} hours of one core at the pace of those that are stored"
         command = f"`.venv/bin/spt reproduce {page} --profile {at}` makes them; it can be stopped, and goes on where it was."
         lines.append(
-            f"**Not run yet:** {len(planned) - len(made)} of the {len(planned)} runs that this page has at `{at}`; with what they start from, {cost}. {command}"
+            f"**Not run yet:** {len(planned) - there} of the {len(planned)} runs that this page has at `{at}`; with what they start from, {cost}. {command}"
         )
     if nothing := [task for task in tasks if task not in shown or shown[task].profile == "smoke" or not shown[task].records]:
         lines.append(f"Nothing is stored at a scale that says anything of {', '.join(nothing)}.")

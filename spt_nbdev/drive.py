@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -180,7 +180,6 @@ class Outcome:
     page: Path  # the executed notebook, in the place for good or for failed ones
     seconds: float
     error: str | None = None  # the cell and the cause
-    records: Mapping[str, str] = field(default_factory=dict)  # those that it asked for: key to digest
 
 
 def execute(
@@ -210,12 +209,14 @@ def execute(
 
 # %% ../nbs/20_drive.ipynb #51a2fb60
 @contextmanager
-def noting_records() -> Iterator[Callable[[], dict[str, str]]]:  # gives them: key to digest, `-` for a record that was not there
+def noting_records(
+    page: str,  # the name by which events of its runs are known
+) -> Iterator[Callable[[], dict[str, str]]]:  # gives them: key to digest, `-` for a record that was not there
     "Note which records of the project's store are asked for, in this process and those that it starts."
     with tempfile.TemporaryDirectory() as tmp:
         log = Path(tmp, "asked")
         log.touch()
-        with patch.dict(os.environ, {**MEMORY, **os.environ, "SPT_ASKED": str(log)}):
+        with patch.dict(os.environ, {**MEMORY, **os.environ, "SPT_ASKED": str(log), "SPT_PAGE": page}):
             yield lambda: {key: digest for root, key, digest in map(json.loads, log.read_text().splitlines()) if root == str(Store().root)}
 
 # %% ../nbs/20_drive.ipynb #4db1fcd1
@@ -245,16 +246,15 @@ def run_notebook(
     failed = build / "failed" / profile / done.name
     draft = build / "drafts" / f"{profile}-{os.getpid()}" / done.name
     draft.unlink(missing_ok=True)
-    with noting_records() as asked:
+    with noting_records(path.stem) as asked:
         try:
             error = execute(path, draft, parameters, on_cell)
         except BaseException:  # it was stopped
             shutil.rmtree(draft.parent, ignore_errors=True)
             raise
-        records = asked()
         if error is None and inputs is not None:
             nb = nbformat.read(draft, as_version=4)
-            nb.metadata["spt_nbdev"] = {**inputs, "records": records}
+            nb.metadata["spt_nbdev"] = {**inputs, "records": asked()}
             nbformat.write(nb, draft)
     if not draft.exists():  # it failed before papermill wrote anything
         shutil.copy(path, draft)
@@ -264,4 +264,4 @@ def run_notebook(
     page.parent.mkdir(parents=True, exist_ok=True)
     os.replace(draft, page)
     shutil.rmtree(draft.parent)
-    return Outcome(path, page, time.perf_counter() - start, error, records)
+    return Outcome(path, page, time.perf_counter() - start, error)

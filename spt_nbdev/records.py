@@ -240,7 +240,15 @@ class Store:
 
     def event(self, kind: str, key: str, **facts: Any) -> None:
         "Add a line to the log of events, `events.jsonl`; a full disk doesn't stop a run here."
-        line = {"time": round(time.time(), 3), "event": kind, "key": key, **facts, "host": socket.gethostname(), "pid": os.getpid()}
+        line = {
+            "time": round(time.time(), 3),
+            "event": kind,
+            "key": key,
+            **facts,
+            **({"page": page} if (page := os.environ.get("SPT_PAGE")) else {}),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         with suppress(OSError):
             self.root.mkdir(parents=True, exist_ok=True)
             append_line(self.root / "events.jsonl", json.dumps(line))

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,10 @@ def page_names(
 def package_names(
     nbs: Path,  # the folder of notebooks
 ) -> dict[str, tuple[str, str]]:  # name to (module, notebook file)
-    "Where each exported name of the package is documented."
+    "Where each exported name of the package is documented; those of several pages, such as `planned_runs`, are left out."
     pages = {path.name: nbformat.read(path, as_version=4) for path in sorted(nbs.glob("*.ipynb"))}
-    return {n: (module_of(nb), page) for page, nb in pages.items() for n in page_names(nb)}
+    times = Counter(n for nb in pages.values() for n in page_names(nb))
+    return {n: (module_of(nb), page) for page, nb in pages.items() for n in page_names(nb) if times[n] == 1}
 
 
 def link_names(

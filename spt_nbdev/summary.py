@@ -127,6 +127,7 @@ def at_a_glance(
     for claim, it in found.items():
         if it:
             scale, (measured, verdict) = it
+            scale = "any" if claim.where.startswith("Proposition") else scale
             row = {"claim": f"{claim.where}: [{claim.text}]({claim.page})", "on": claim.on, "the paper": claim.in_print}
             rows.append(row | {"ours": measured, "verdict": f"**{verdict}**", "scale": scale})
     return pd.DataFrame(rows)

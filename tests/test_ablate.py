@@ -1,14 +1,10 @@
 """Ablations: what is copied, what is frozen, and what is measured."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import nbformat
 import pytest
 import torch
 from bs4 import BeautifulSoup
@@ -202,14 +198,3 @@ def test_hybrids_get_their_parts_in_every_layer(condition: str, store: Store, mo
     for name in fresh.keys() - same:
         assert torch.equal(began[name], given[name][:, : began[name].shape[1]] if name == "encoder.embed.weight" else given[name]), name
     assert {name.split(".")[2] for name in fresh if name.startswith("encoder.blocks.") and name not in same} == {"0", "1", "2"}
-
-
-def test_a_page_of_which_nothing_is_stored_says_so_and_what_it_costs(root: Path, tmp_path: Path) -> None:
-    env = {**os.environ, "SPT_RUNS": str(tmp_path)}
-    command = [Path(sys.executable).parent / "spt", "reproduce", "15_one_layer", "--profile", "paper", "--stored", "--force"]
-    subprocess.run(command, cwd=root, env=env, check=True, capture_output=True)
-    nb = nbformat.read(root / "build/executed/paper/15_one_layer.ipynb", as_version=4)
-    texts = [o["data"]["text/markdown"] for c in nb.cells if c.cell_type == "code" for o in c.outputs if "text/markdown" in o.get("data", {})]
-    (cost,) = [t for t in texts if "Not run yet" in t]
-    assert "57 of the 57 runs" in cost and "PFLOP" in cost and "spt reproduce 15_one_layer --profile paper" in cost
-    assert sum("not run" in t for t in texts) == 4 and not list(tmp_path.glob("*/record.json"))

@@ -113,6 +113,25 @@ def test_a_page_of_what_is_stored_trains_nothing_and_is_made_again_by_a_command_
     assert "1 runs aren't stored" in out and "without --stored" in out
 
 
+@pytest.mark.parametrize(("page", "n"), [("15_one_layer", 57), ("17_displacement", 2)])
+def test_a_page_of_which_nothing_is_stored_says_so_and_what_it_costs(project: Path, root: Path, page: str, n: int) -> None:
+    shutil.copy(root / f"nbs/{page}.ipynb", project / "nbs")
+    spt(project, "reproduce", page, "--profile", "paper", "--stored")
+    nb = nbformat.read(project / f"build/executed/paper/{page}.ipynb", as_version=4)
+    texts = [o["data"]["text/markdown"] for c in nb.cells if c.cell_type == "code" for o in c.outputs if "text/markdown" in o.get("data", {})]
+    (cost,) = [t for t in texts if "Not run yet" in t]
+    assert f"{n} of the {n} runs" in cost and "PFLOP" in cost and f"spt reproduce {page} --profile paper" in cost
+    assert keys(project) == set()
+
+
+def test_runs_are_counted_for_the_page_that_made_them(project: Path) -> None:
+    write(project / "nbs/01_shows.ipynb", TRAINS.replace("sweep([scratch(), finetuning()])", "sweep([scratch(seed=5)])"))
+    looks = "import time\n\nfrom tiny import scratch\n\nfrom spt_nbdev.keys import key_of\nfrom spt_nbdev.records import Store\n\n"
+    write(project / "nbs/02_looks.ipynb", looks + "for _ in range(100):\n    Store().find(key_of(scratch(seed=5)))\n    time.sleep(0.02)")
+    lines = {line.split()[0]: line for line in spt(project, "reproduce", "--jobs", "3").splitlines()}
+    assert "1 run trained" in lines["01_shows"] and "3 runs trained" in lines["10_trains"] and "trained" not in lines["02_looks"]
+
+
 def test_a_page_that_failed_is_not_taken_for_up_to_date(project: Path) -> None:
     write(project / "nbs/01_shows.ipynb", "1 / 0")
     assert "1 of 2 notebooks failed" in spt(project, "reproduce", status=1)
