@@ -65,7 +65,7 @@ def side_by_side(
     pages: Sequence[tuple[Any, ...]],  # for each, the arguments of `bring_up_to_date`
     jobs: int,  # worker processes
 ) -> Iterator[Outcome | None]:  # in the order in which they end
-    "Run notebooks in a few processes. A page is given out when a process is free, so a stop leaves none in a queue."
+    "Run notebooks in a few processes. A page is given out when a process is free, so a stop leaves none in a queue. A process that is killed is a `RuntimeError`."
     waiting, going = iter(pages), set[Future]()
     with ProcessPoolExecutor(jobs, get_context("spawn"), worker_starts, (os.getpid(),)) as pool:
         try:

@@ -45,6 +45,7 @@ class Claim:
     page: str  # notebook, with the heading
     in_print: str  # the paper's number
     asked: Callable[[Profile, Store], Said | None]  # None where it wasn't run
+    by_runs: bool = True  # False where it needs none, so that it has no scale
 
 
 def gain_said(
@@ -215,7 +216,7 @@ def theory() -> list[Claim]:
         return f"{labels} for labels, {of_spt:.3f} for reconstruction".replace("-", "−"), "holds" if holds else "does not hold"
 
     text = "at uniform attention, labels can't see a doubly centred bias towards near steps, reconstruction can (slopes)"
-    return [Claim("Proposition 1", text, "random data", "06_theory.ipynb#the-proposition", "0 and below 0", said)]
+    return [Claim("Proposition 1", text, "random data", "06_theory.ipynb#the-proposition", "0 and below 0", said, by_runs=False)]
 
 # %% ../nbs/09_claims.ipynb #f1d8564c
 def all_claims() -> list[Claim]:

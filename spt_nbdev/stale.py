@@ -22,17 +22,7 @@ from .sweep import only_stored
 # %% ../nbs/20_stale.ipynb #ebfe40c3
 LIBRARIES = ("torch", "numpy", "scipy", "pandas", "matplotlib", "seaborn")
 # Files that a page rests on if its code names them so.
-BESIDE = (
-    "_quarto.yml",
-    "references.bib",
-    "README.md",
-    "CITATION.cff",
-    "constraints.txt",
-    "results/bench.json",
-    "results/*/record.json",
-    "spt_nbdev/*.py",
-    "tests/*.py",
-)
+BESIDE = ("_quarto.yml", "references.bib", "README.md", "CITATION.cff", "constraints.txt", "results/bench.json", "results/*/record.json", "spt_nbdev/*.py")
 
 
 def page_inputs(
