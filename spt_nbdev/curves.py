@@ -153,4 +153,4 @@ def hide_empty(
 ) -> None:
     "Hide the panels that have no data."
     for ax in grid.axes.flat:
-        ax.set_visible(ax.has_data())
+        ax.set_visible(bool(ax.dataLim.width >= 0))  # `has_data` counts what is there for the legend; without data, the width is minus infinity
