@@ -22,7 +22,6 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 site: build/site/$(PROFILE)/_site/index.html  ## run all notebooks at PROFILE and build the site; only at smoke are their runs trained, else they are shown as far as they are stored
-	@echo "The site is at $(abspath $<)"
 build/site/%/_site/index.html: $(READY) always  # what is up to date is found out by spt
 	$(BIN)/spt reproduce --profile $* --jobs $(JOBS) $(if $(filter smoke,$*),,--stored)
 	$(BIN)/spt site --profile $*
@@ -30,13 +29,14 @@ build/site/%/_site/index.html: $(READY) always  # what is up to date is found ou
 test: build/site/smoke/_site/index.html  ## run all notebooks with their checks, and all tests
 	$(BIN)/pytest -n 2 --dist loadfile
 
-lab: $(READY)  ## open JupyterLab; ARGS goes to it
-	$(BIN)/jupyter lab nbs $(ARGS)
+lab: $(READY)  ## open JupyterLab; ARGS goes to it, such as --no-browser
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/nbs $(ARGS)
 
 bench: $(READY)  ## measure the speed on this machine; ARGS goes to it
 	$(BIN)/python -m spt_nbdev.bench $(ARGS)
 
-sync: $(READY)  ## format and clean the notebooks, export the package, and write the README's table
+sync: $(READY)  ## format the notebooks and clear their outputs, export the package, and write the README's table
+	$(BIN)/jupyter nbconvert --clear-output --inplace --log-level WARN nbs/*.ipynb
 	$(BIN)/ruff format --quiet
 	$(BIN)/nbdev_clean
 	$(BIN)/nbdev_export

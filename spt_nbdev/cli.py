@@ -10,6 +10,7 @@ __all__ = ['parser', 'say', 'chosen', 'say_unexported', 'reproduce', 'say_outcom
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -149,6 +150,8 @@ def reproduce(
                 continue
             stem = outcome.notebook.stem  # workers elsewhere don't know for which page they work
             failed += say_outcome(console, outcome, root, [e for e in events(store, start) if e.get("page", stem) == stem])
+    if len(plan) == 1 and not (skipped or failed):
+        say(console, "look at it in JupyterLab, `make lab`" + ("" if variant else "; `make site` puts it on the site, with PROFILE=laptop or paper for those"))
     if skipped:
         say(console, f"{skipped} of {len(plan)} notebooks are up to date and were not run again")
     if failed:
@@ -165,7 +168,7 @@ def say_outcome(
     "Print how a page ended."
     ends = [e["outcome"] for e in news if e["event"] == "finishes"]
     runs = f", {len(ends)} run{'s' if len(ends) > 1 else ''} trained" if ends else ""
-    runs += f", {n} stuck at chance" if (n := ends.count("stuck at chance")) else ""
+    runs += f", {n} of them no better than chance" if (n := ends.count("stuck at chance")) else ""
     how = "failed" if outcome.error else "ok"
     say(console, f"{outcome.notebook.stem:<13} {how:<7}{outcome.seconds:6.1f} s   {outcome.page.relative_to(root)}{runs}")
     for e in news:
@@ -239,6 +242,8 @@ def why(
     if pages := [p for p in plan if what in (p.stem, p.stem.partition("_")[0])]:
         lines = [f"{p.stem}: {why_stale(page_name(p, root / 'build', args.profile), page_inputs(p, plan[p]), store) or 'up to date'}" for p in pages]
     else:
+        if not re.fullmatch("[0-9a-f]{1,16}", args.what):
+            find_notebooks([args.what], root)  # says which is the nearest
         lines = [why_run(args.what, store, plan)]
     say_unexported(plan)
     for line in lines:
@@ -319,6 +324,7 @@ def site(
 
     index = build_site(project_root(), profile)
     say(console, f"The site is at {index}")
+    say(console, f"Its search works once it is served: {sys.executable} -m http.server -d {index.parent}")
     return 0
 
 # %% ../nbs/24_cli.ipynb #e49f2985

@@ -316,8 +316,16 @@ def not_run(
 def what_is_shown(
     shown: Mapping[AblationTask, Shown],
 ) -> Any:  # a box
-    "The badge of the largest scale that a page shows, with the extent of all."
-    from spt_nbdev.page import badge
+    "The badge of the largest scale that a page shows, with the extent of all; or that nothing is there yet."
+    from spt_nbdev.page import Box, badge
 
     largest = max((s.profile for s in shown.values()), key=get_args(Profile).index)
+    if not any(s.records for s in shown.values()):
+        return Box(
+            "Not run yet",
+            "All that follows shows the paper's numbers alone; the foot of the page has the command and its cost. Planned are: "
+            + "; ".join(s.extent() for s in shown.values())
+            + ".",
+            "warning",
+        )
     return badge(largest, "What is shown: " + "; ".join(s.extent() for s in shown.values()) + ".")

@@ -64,6 +64,8 @@ def practice(
     if hasattr(spec, "practice"):
         return spec.practice()
     shape, n, device = spec.task.shape(), spec.budget.batch_size, best_device()
+    if device == "cpu":  # a whole batch of long sequences can need more memory than there is, and is no faster
+        n = max(1, min(n, 2**22 // shape.length**2))
     task = random_task(shape, n).to(device)
     training = Training(spec.objective.build(spec.model, shape).to(device), spec.objective, task, spec.budget, spec.optimiser, 0, spec.precision)
     training.permutation = torch.arange(n)
@@ -91,7 +93,10 @@ def measured_speed(
     threads, steps = torch.get_num_threads(), 0
     torch.set_num_threads(1)
     try:
+        start = time.perf_counter()
         step()
+        if (took := time.perf_counter() - start) > 4 * seconds:  # of a step that long, the first says enough
+            return flops / took
         start = time.perf_counter()
         while time.perf_counter() - start < seconds or steps < 2:
             step()

@@ -176,14 +176,14 @@ def folding(
     code: str,  # a code cell without its options
     name: str,  # the notebook's file
 ) -> Options:  # Quarto's options for folding the cell
-    "Fold imports on every page, and all code on the experiment pages, 05, 06 and 10 to 19, and on that of costs, where a reader wants the result first."
+    "Fold imports on every page, and all code on the experiment pages, 05, 06 and 10 to 19, and on those of claims and costs, where a reader wants the result first."
     try:
         statements = ast.parse(code).body
     except SyntaxError:  # a magic or a shell command
         statements = []
     if statements and all(isinstance(node, ast.Import | ast.ImportFrom) for node in statements):
         return {"code-fold": True, "code-summary": "Imports"}
-    return {"code-fold": True, "code-summary": "Code"} if re.match(r"(05|06|1\d)_|25_costs", name) else {}
+    return {"code-fold": True, "code-summary": "Code"} if re.match(r"(05|06|1\d)_|09_claims|25_costs", name) else {}
 
 
 def documentation(
@@ -269,8 +269,9 @@ def stage_site(
     "Stage all pages that the navigation lists, or raise a `FileNotFoundError` that names those which are missing."
     pages = listed_pages(yaml.safe_load((root / "_quarto.yml").read_text()))
     if missing := [p for p in pages if not (executed / p).exists()]:
-        which = "" if missing == pages else " " + " ".join(Path(p).stem for p in missing)
-        raise FileNotFoundError(f"not executed, or failed: {', '.join(missing)}; run `spt reproduce{which} --profile {executed.name}`")
+        which = "" if len(missing) > 5 else " " + " ".join(Path(p).stem for p in missing)  # those that are up to date aren't run again
+        names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise FileNotFoundError(f"not executed, or failed: {names}; run `spt reproduce{which} --profile {executed.name}`")
     site.mkdir(parents=True)
     for name in ("_quarto.yml", "references.bib"):
         shutil.copy(root / name, site)

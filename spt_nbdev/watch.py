@@ -83,7 +83,7 @@ class Watch:
     "Shows the cell that a page is at, and the runs in progress, for as long as its context lasts."
 
     def __init__(self, console: Console, store: Store) -> None:
-        self.store = store
+        self.store, self.seen = store, log_size(store)
         self.lines: dict[str, TaskID] = {}
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TextColumn("{task.fields[line]}", markup=False))
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -96,7 +96,11 @@ class Watch:
         self.progress.update(self.page, description=title, completed=index, total=n, line=f"{what} {index + 1} of {n}")
 
     def refresh(self) -> None:
-        "Draw one line for each run in progress."
+        "Draw one line for each run in progress, and leave one for each that failed: its page may go on for long before it says so."
+        before, self.seen = self.seen, log_size(self.store)
+        for e in events(self.store, before):
+            if e["event"] == "stops" and not e["error"].startswith("KeyboardInterrupt"):
+                self.progress.console.print(f"  {e['label']}: {e['error']}", markup=False, highlight=False)
         now = {r.key: r for r in running(self.store)}
         for key in self.lines.keys() - now.keys():
             self.progress.remove_task(self.lines.pop(key))
