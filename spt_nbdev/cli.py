@@ -201,7 +201,7 @@ def plan(
     if none:
         say(console, f"{none} of {len(plan_of)} notebooks plan no runs; some train in their examples")
     if speeds:
-        pace = ", ".join(f"{s / 1e9:.1f}" for s in sorted(speeds.values()))
+        pace = " to ".join(f"{s / 1e9:.1f}" for s in sorted({min(speeds.values()), max(speeds.values())}))
         say(console, f"measured here: {pace} GFLOP/s for each of {n_workers()} workers")
     return 0
 
