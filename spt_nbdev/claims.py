@@ -89,18 +89,23 @@ def of_findings(
         theirs = finding.in_print(task)
         return "lost" if theirs is None else signed(theirs)
 
-    return [Claim(where, f.text, task, page, in_print(f, task), asked(f, task)) for f in findings for task in f.tasks]
+    def place(finding: Finding) -> str:
+        return where if where.startswith("Table") else f"{where}, Table {finding.table}"
+
+    return [Claim(place(f), f.text, task, page, in_print(f, task), asked(f, task)) for f in findings for task in f.tasks]
 
 
 def ablations() -> list[Claim]:
     "The claims of the paper's sections 2 and 3."
+    one_layer = "15_one_layer.ipynb#are-queries-and-keys-enough"
     return [
         *of_findings("Table 1", "10_replication.ipynb#does-it-hold", replication.FINDINGS, replication.replication),
         *of_findings("Takeaway 1", "11_duration.ipynb#takeaway-1", duration.FINDINGS, duration.duration),
         *of_findings("Takeaway 2", "12_depth.ipynb#takeaway-2", depth.FINDINGS, depth.depth),
+        *of_findings("Takeaway 2", one_layer, onelayer.FINDINGS[4:], onelayer.one_layer),
         *of_findings("Takeaway 3", "13_freezing.ipynb#is-frozen-attention-harmless", freezing.FINDINGS, freezing.freezing),
         *of_findings("Takeaway 4", "14_hybrid.ipynb#takeaway-4-first-half", hybrid.FINDINGS, hybrid.hybrids),
-        *of_findings("Takeaway 4, one layer", "15_one_layer.ipynb#are-queries-and-keys-enough", onelayer.FINDINGS, onelayer.one_layer),
+        *of_findings("Takeaway 4", one_layer, onelayer.FINDINGS[:4], onelayer.one_layer),
         *distance_claims(),
     ]
 

@@ -68,5 +68,5 @@ FINDINGS = (
     Finding("QK alone loses at most 0.01 against SPT", 4, "QK", "SPT", ONE_LAYER, -0.01),
     Finding("all but QK brings at most 0.02", 4, "scratch", "all but QK", ONE_LAYER, -0.02),
     Finding("SPT is ahead of all but QK, by at least 0.01", 4, "SPT", "all but QK", ONE_LAYER, 0.01),
-    Finding("SPT fits the training split better", 8, "SPT", "scratch", ONE_LAYER, 0.0, "train", ("SPT, 1 layer", "scratch, 1 layer")),
+    Finding("with one layer, SPT fits the training split better", 8, "SPT", "scratch", ONE_LAYER, 0.0, "train", ("SPT, 1 layer", "scratch, 1 layer")),
 )
