@@ -179,7 +179,8 @@ def beside_paper(
         row: dict[str, Any] = {"condition": condition, "paper, peak": str(theirs) if theirs else "not printed"}
         row |= {f"ours, {measure}": mean_std(own[measure]) if len(own) else "not run" for measure in ("peak", "test", "train")}
         gain = gain_between(shown.records, condition, baseline)
-        row |= {"gain on test": f"**{gain.effect}**: {gain_text(gain)}" if gain else ""}
+        fewer = gain and {gain.n} != {len(own), (scored.condition == baseline).sum()}  # a mean in this table can be over more seeds
+        row |= {"gain on test": f"**{gain.effect}**: {gain_text(gain)}{f', over {gain.n} seeds' if fewer else ''}" if gain else ""}
         if shown.profile == "paper":
             row |= {"the paper's number?": judge(own.peak.to_list(), theirs, shown.profile) if theirs and len(own) else ""}
         rows.append(row | {"seeds": str(len(own))})

@@ -151,6 +151,10 @@ def draw_costs(
 def hide_empty(
     grid: Any,  # a seaborn grid
 ) -> None:
-    "Hide the panels that have no data."
+    "Hide the panels that have no data; the last of a column that is left gets the labels of its axis."
     for ax in grid.axes.flat:
         ax.set_visible(bool(ax.dataLim.width >= 0))  # `has_data` counts what is there for the legend; without data, the width is minus infinity
+    for column in grid.axes.T if grid.axes.ndim == 2 else ():
+        last = max((i for i, ax in enumerate(column) if ax.get_visible()), default=0)
+        column[last].tick_params(labelbottom=True)
+        column[last].set_xlabel(column[-1].get_xlabel())

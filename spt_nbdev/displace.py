@@ -71,6 +71,11 @@ class Displacement:
         "The same from a random start."
         return replace(self.finetuning, init=None)
 
+    @untraced
+    def beside(self) -> list[RunSpec]:
+        "What has to be trained besides the finetuning."
+        return [self.scratch]
+
     def train(self, run: Run) -> Trained:
         "Measure."
         source, scratch = self.finetuning.init.source, self.scratch

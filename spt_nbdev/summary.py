@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Found', 'MARKS', 'draw_sequence', 'draw_method', 'attention_after', 'draw_summary', 'at_largest', 'at_a_glance',
-           'still_to_run', 'readme_table', 'with_table', 'write_readme']
+           'toy_choices', 'still_to_run', 'readme_table', 'with_table', 'write_readme']
 
 # %% ../nbs/09_summary.ipynb #46eafe3d
 import re
@@ -22,7 +22,7 @@ from .params import project_root
 from .portrait import Portrait, stack_from
 from .records import Record, Store
 from .replication import replication
-from .toy import MAIN, portraits
+from .toy import MAIN, comparisons, gain_row, portraits
 from .trajectories import seed_data
 
 # %% ../nbs/09_summary.ipynb #075ba98d
@@ -93,10 +93,10 @@ def draw_summary(
     draw_method(left.subplots())
     axes = right.subplot_mosaic([["curves", "curves"], ["labels alone", "SPT, then labels"]])
     if runs := stored(replication("laptop", "image"), store):
-        curves = pd.concat([r.curves.assign(condition=c) for (c, _), r in runs.items()], ignore_index=True)
-        sns.lineplot(
-            curves, x="epoch", y="test_acc", hue="condition", palette=PALETTE, hue_order=["scratch", "SPT"], errorbar=("pi", 100), marker="o", ax=axes["curves"]
-        )
+        n = {c: sum(c == condition for condition, _ in runs) for c in ("scratch", "SPT")}
+        colors = {f"{c}, {n[c]} seeds": PALETTE[c] for c in n if n[c]}
+        curves = pd.concat([r.curves.assign(condition=f"{c}, {n[c]} seeds") for (c, _), r in runs.items()], ignore_index=True)
+        sns.lineplot(curves, x="epoch", y="test_acc", hue="condition", palette=colors, hue_order=colors, errorbar=("pi", 100), marker="o", ax=axes["curves"])
         axes["curves"].legend(title=None)
     axes["curves"].set(title="pictures, read pixel by pixel", xlabel="epoch on labels", ylabel="test accuracy")
     look = portraits("laptop")[MAIN]
@@ -129,8 +129,27 @@ def at_a_glance(
         if it:
             scale, (measured, verdict) = it
             row = {"claim": f"{claim.where}: [{claim.text}]({claim.page})", "on": claim.on, "the paper": claim.in_print}
-            rows.append(row | {"ours": measured, "verdict": f"**{verdict}**", "scale": scale if claim.by_runs else "any"})
+            rows.append(row | {"ours": measured, "verdict": f"**{verdict}**", "scale": claim.scale or scale})
     return pd.DataFrame(rows)
+
+
+def toy_choices(
+    store: Store,
+) -> str:  # empty if none was run
+    "In how many of the toy task's choices the gain holds."
+    pairs = {name: {c: store.find(key_of(run)) for c, run in pair._asdict().items()} for name, pair in comparisons("paper").items()}
+    rows = [
+        gain_row(comparisons("paper")[name], {run: pair[c].curves for c, run in comparisons("paper")[name]._asdict().items()})
+        for name, pair in pairs.items()
+        if all(pair.values())
+    ]
+    says = [gains["test"].effect for _, gains in rows]
+    n = {effect: says.count(effect) for effect in ("holds", "undecided", "reversed")}
+    return (
+        f"The toy task's gain is that of one choice of what the paper leaves open. Of {len(says)} that were tried, the gain on the test split holds with {n['holds']}, is undecided with {n['undecided']} and reversed with {n['reversed']}."
+        if says
+        else ""
+    )
 
 
 def still_to_run(
@@ -153,10 +172,11 @@ def readme_table(
     root: Path,  # the checkout
 ) -> str:  # Markdown
     "The claims that were run, for the README."
-    found = at_largest(Store(root / "no-runs", root / "results"))
+    store = Store(root / "no-runs", root / "results")
+    found = at_largest(store)
     table = at_a_glance(found)
     table["claim"] = table["claim"].str.replace(r"\[(.*)\]\(.*\)", r"\1", regex=True)  # the site's pages aren't beside the README
-    return f"{markdown_table(table).data}\n\nNot run yet: {sum(it is None for it in found.values())} of {len(found)} claims.\n"
+    return f"{markdown_table(table).data}\n\n{toy_choices(store)}\n\nNot run yet: {sum(it is None for it in found.values())} of {len(found)} claims.\n"
 
 
 def with_table(

@@ -16,11 +16,12 @@ from spt_nbdev.displace import MEASURED, Displacement
 from spt_nbdev.displacement import displacement
 from spt_nbdev.freezing import FROZEN
 from spt_nbdev.groups import in_groups
-from spt_nbdev.keys import key_of
+from spt_nbdev.keys import key_of, label_of
 from spt_nbdev.onelayer import COPIED, drawn_apart, one_layer
 from spt_nbdev.paper import all_printed, displacements
 from spt_nbdev.records import Store
 from spt_nbdev.runs import run_spec
+from spt_nbdev.sweep import sweep, to_do
 from spt_nbdev.train import RunSpec, Training
 
 PAGES_ASKED = [
@@ -96,9 +97,9 @@ def test_displacements_by_hand(store: Store) -> None:
     """Against sums over named parameters, for each part and block of one model."""
     spec = displacement("smoke")["image", 0]
     source, scratch = spec.finetuning.init.source, spec.scratch
-    for run in (source, scratch, spec.finetuning):
-        run_spec(run, store)
-    rows = run_spec(spec, store).curves.set_index(["block", "part"])
+    assert [*map(label_of, to_do([spec], store))] == [*map(label_of, (source, spec.finetuning, scratch, spec))]
+    (record,) = sweep([spec], store=store)
+    rows = record.curves.set_index(["block", "part"])
     states = {"R": source.untrained().state_dict(), "R of SC": scratch.untrained().state_dict()}
     states |= {name: store.find(key_of(run)).weights() for name, run in (("SPT", source), ("SC", scratch), ("FT", spec.finetuning))}
 
