@@ -10,7 +10,6 @@ __all__ = ['parser', 'say', 'chosen', 'say_unexported', 'reproduce', 'say_outcom
 import argparse
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -242,8 +241,6 @@ def why(
     if pages := [p for p in plan if what in (p.stem, p.stem.partition("_")[0])]:
         lines = [f"{p.stem}: {why_stale(page_name(p, root / 'build', args.profile), page_inputs(p, plan[p]), store) or 'up to date'}" for p in pages]
     else:
-        if not re.fullmatch("[0-9a-f]{1,16}", args.what):
-            find_notebooks([args.what], root)  # says which is the nearest
         lines = [why_run(args.what, store, plan)]
     say_unexported(plan)
     for line in lines:

@@ -6,6 +6,7 @@
 __all__ = ['page_runs', 'random_task', 'practice', 'kind_of', 'measured_speed', 'Plan', 'plan_runs', 'in_words', 'why_run']
 
 # %% ../nbs/20_plan.ipynb #8cc89208
+import difflib
 import importlib
 import inspect
 import re
@@ -156,7 +157,9 @@ def why_run(
 ) -> str:
     "What became of the run with a key, in a line."
     if not re.fullmatch("[0-9a-f]{1,16}", start):
-        raise ParameterError(f"{start!r} is neither a notebook nor the start of a key: expected a name such as 18_ucr, or digits and letters from a to f")
+        near = difflib.get_close_matches(start, [p.stem for p in pages], n=1)
+        hint = f"did you mean {near[0]}?" if near else "expected a name such as 18_ucr, or digits and letters from a to f"
+        raise ParameterError(f"{start!r} is neither a notebook nor the start of a key: {hint}")
     layers = filter(None, (store.root, store.published))
     records = [read_record(p.parent) for layer in layers for p in sorted(layer.glob(f"{start}*/record.json"))]
     if keys := sorted({r.key for r in records}):

@@ -119,7 +119,7 @@ def test_a_page_of_which_nothing_is_stored_says_so_and_what_it_costs(project: Pa
     spt(project, "reproduce", page, "--profile", "paper", "--stored")
     nb = nbformat.read(project / f"build/executed/paper/{page}.ipynb", as_version=4)
     texts = [o["data"]["text/markdown"] for c in nb.cells if c.cell_type == "code" for o in c.outputs if "text/markdown" in o.get("data", {})]
-    (cost,) = [t for t in texts if "Not run yet" in t]
+    (cost,) = [t for t in texts if "**Not run yet:**" in t]
     assert f"{n} of the {n} runs" in cost and "PFLOP" in cost and f"spt reproduce {page} --profile paper" in cost
     assert keys(project) == set()
 
@@ -168,6 +168,7 @@ def test_why_names_the_run_and_refuses_what_it_does_not_know(project: Path) -> N
     key = sorted(keys(project))[0]
     assert re.fullmatch(rf"{key} \(.* waves 1L lr 0.01 seed 0, finished .*Z\) is up to date\n", spt(project, "why", key[:7]))
     assert "'zz' is neither a notebook nor the start of a key" in spt(project, "why", "zz", status=2)
+    assert "did you mean 10_trains?" in spt(project, "why", "10_trians", status=2)
 
 
 def test_plan_prices_a_page_and_publish_refuses_an_unfinished_one(root: Path, project: Path) -> None:
