@@ -221,6 +221,12 @@ class Finding:
     measure: Literal["test", "train"] = "test"
     in_table: tuple[str, str] | None = None  # what the paper's table calls both conditions, where it isn't as here
 
+    @property
+    def in_words(self) -> str:
+        "The text, with what is subtracted from what where that isn't plain."
+        plain = self.better.startswith("SPT") and self.baseline.startswith("scratch")
+        return self.text if plain else f"{self.text} ({self.better} − {self.baseline})"
+
     def in_print(self, task: AblationTask) -> float | None:
         "The difference of the paper's mean accuracies; None where one of them is lost."
         split = "train" if self.measure == "train" else "val"

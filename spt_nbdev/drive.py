@@ -49,7 +49,7 @@ def find_notebooks(
         matches = [s for s in notebooks if s == stem or s.partition("_")[0] == stem]
         if not matches:
             near = difflib.get_close_matches(stem, notebooks, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"these are there: {', '.join(notebooks)}"
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(notebooks)}"
             raise ParameterError(f"there is no notebook {name!r}; {hint}")
         chosen |= set(matches)
     return [p for s, p in notebooks.items() if not names or s in chosen]

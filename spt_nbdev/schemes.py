@@ -54,10 +54,10 @@ FINDINGS = (
 
 def gain_over_schemes(
     records: Mapping[tuple[str, int], Record],  # by condition and seed
-) -> Gain | None:  # None where no scheme has both
+) -> Gain | None:  # None unless all schemes have both
     "The gain of pretraining on the test split, one value a scheme: what the interval says is about the schemes, not about seeds."
     gains = [g.mean for s in SCHEMES if (g := gain_between(records, f"SPT, {s}", f"scratch, {s}"))]
-    return paired_gain(gains, len(gains) * [0.0]) if gains else None
+    return paired_gain(gains, len(gains) * [0.0]) if len(gains) == len(SCHEMES) else None
 
 
 def printed_gain_over_schemes(

@@ -137,13 +137,8 @@ def toy_choices(
     store: Store,
 ) -> str:  # empty if none was run
     "In how many of the toy task's choices the gain holds."
-    pairs = {name: {c: store.find(key_of(run)) for c, run in pair._asdict().items()} for name, pair in comparisons("paper").items()}
-    rows = [
-        gain_row(comparisons("paper")[name], {run: pair[c].curves for c, run in comparisons("paper")[name]._asdict().items()})
-        for name, pair in pairs.items()
-        if all(pair.values())
-    ]
-    says = [gains["test"].effect for _, gains in rows]
+    found = {pair: {run: store.find(key_of(run)) for run in pair} for pair in comparisons("paper").values()}
+    says = [gain_row(pair, {run: r.curves for run, r in records.items()})[1]["test"].effect for pair, records in found.items() if all(records.values())]
     n = {effect: says.count(effect) for effect in ("holds", "undecided", "reversed")}
     return (
         f"The toy task's gain is that of one choice of what the paper leaves open. Of {len(says)} that were tried, the gain on the test split holds with {n['holds']}, is undecided with {n['undecided']} and reversed with {n['reversed']}."

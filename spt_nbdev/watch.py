@@ -83,7 +83,7 @@ class Watch:
     "Shows the cell that a page is at, and the runs in progress, for as long as its context lasts."
 
     def __init__(self, console: Console, store: Store) -> None:
-        self.store, self.seen = store, log_size(store)
+        self.store, self.start, self.told = store, log_size(store), 0
         self.lines: dict[str, TaskID] = {}
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TextColumn("{task.fields[line]}", markup=False))
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -97,8 +97,9 @@ class Watch:
 
     def refresh(self) -> None:
         "Draw one line for each run in progress, and leave one for each that failed: its page may go on for long before it says so."
-        before, self.seen = self.seen, log_size(self.store)
-        for e in events(self.store, before):
+        news = events(self.store, self.start)
+        news, self.told = news[self.told :], len(news)
+        for e in news:
             if e["event"] == "stops" and not e["error"].startswith("KeyboardInterrupt"):
                 self.progress.console.print(f"  {e['label']}: {e['error']}", markup=False, highlight=False)
         now = {r.key: r for r in running(self.store)}

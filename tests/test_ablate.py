@@ -185,7 +185,7 @@ def test_what_is_asked_is_what_the_paper_finds(page: ModuleType, runs: Callable[
             in_print = finding.in_print(task)
             assert in_print > finding.size if in_print is not None else finding.table == 3, (finding, task)
             assert {finding.better, finding.baseline} <= {c for c, _ in runs("paper", task)}, finding
-            assert any(text.startswith(finding.text) and on == task for text, on in listed)
+            assert (finding.in_words, task) in listed
 
 
 def test_pretraining_on_the_other_task_fits_and_is_what_is_copied(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
